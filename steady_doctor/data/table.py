@@ -4,9 +4,14 @@ Shares no code with any trainer's own choice of columns, of labels and of rows: 
 the digits come from scikit-learn.
 """
 
+import base64
+import contextlib
 import io
 import itertools
 import os
+import re
+import urllib.parse
+import urllib.request
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +26,9 @@ from PIL import Image
 from steady_doctor.data.declared import Source
 
 _IMAGES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp")  # usual names of columns
+_PLACES = ("image_path", "image_url", "url")
 _LABELS = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "cls", "target", "category")
+_FIRST = 1024  # rows in which a text is looked for
 _SEARCHED = 2**32  # bytes of a tar that is searched for an image, at most
 _LARGEST = 32 * 2**20  # bytes of a row group: one is read for each image that is looked at
 _HDF5 = (".h5", ".hdf5")
@@ -42,12 +49,18 @@ class Table:
 
     def images(self, rows: list[int]) -> list[Any]:
         """The encoded image of each row, its path, or its array."""
-        values = self._read(self._image_column, rows)
+        if len(self._image_columns) > 1:
+            pixels = np.stack([self._read(name, rows).to_numpy() for name in self._image_columns], axis=-1)
+            return [_square(row) for row in pixels]
+        (name,) = self._image_columns
+        values = self._read(name, rows)
         if isinstance(values, np.ndarray):
             return list(values)
-        if type(feature := self._features[self._image_column]).__name__ in ("Array2D", "Array3D"):
-            return [np.array(value, feature.dtype) for value in values.to_pylist()]
-        files = [(value["bytes"] or value["path"]) if isinstance(value, dict) else value for value in values.to_pylist()]
+        feature, leaf = self._features[name], values.type
+        while hasattr(leaf, "value_type") and "dictionary" not in str(leaf):
+            leaf = leaf.value_type
+        dtype = getattr(feature, "dtype", None) if type(feature).__name__.startswith("Array") else str(leaf)
+        files = [image_of(value, dtype) for value in values.to_pylist()]
         return [self._whole(file) if isinstance(file, str) else file for file in files]
 
     def _whole(self, path: str) -> str:
@@ -59,31 +72,53 @@ class Table:
         return beside if os.path.isfile(beside) else path
 
     @cached_property
-    def _image_column(self) -> str:
-        """The one asked for; else the first of images, of encoded bytes, or of paths under a usual name."""
+    def _image_columns(self) -> list[str]:
+        """The one asked for; else the first of images, of encoded bytes, of arrays, of anything else under a usual name, of
+        bytes in lists or structs, of images or paths as text; else those of one pixel each."""
         features = self._features
         if self._source.image_column is not None:
-            return self._source.image_column
-        usual = [name for name in features if name.lower() in _IMAGES]
+            return [self._source.image_column]
+        usual = [
+            name
+            for name in features
+            if name.lower() in (*_IMAGES, *_PLACES) and _may_hold(features[name], "binary|string|list")
+        ]
         pictures = [name for name in features if type(features[name]).__name__ == "Image"]
-        structs = [name for name in features if isinstance(features[name], dict) and "bytes" in features[name]]
-        encoded = [name for name in features if "binary" in self._type(name) or name in structs]
+        plain = [name for name in features if _is_file(features[name])]
         arrays = [name for name in features if type(features[name]).__name__ in ("Array2D", "Array3D")]
-        return next(iter([*pictures, *(name for name in encoded if name in usual), *encoded, *arrays, *usual]))
+        wrapped = [name for name in features if _may_hold(features[name], "binary")]
+        texts = (name for name in features if "string" in self._type(name) and _is_picture(self._first_image(name)))
+        found = itertools.chain(pictures, (n for n in plain if n in usual), plain, arrays, usual, wrapped, texts)
+        return [first] if (first := next(found, None)) else self._pixel_columns()
+
+    def _first_image(self, name: str) -> Any:
+        cells = (self._read(name, [row]).to_pylist()[0] for row in range(min(len(self), _FIRST)))
+        return next((image_of(cell) for cell in cells if cell), None)
+
+    def _pixel_columns(self) -> list[str]:
+        """The largest group of columns of numbers that are called alike, in the order of their one number, or of the table."""
+        groups: dict[str, list[str]] = {}
+        for name in self._features:
+            if not hasattr(self._features[name], "feature") and self._type(name).startswith(("int", "uint", "float")):
+                groups.setdefault(re.sub("[0-9]+", "0", name), []).append(name)
+        group = max((names for alike, names in groups.items() if alike not in _LABELS), key=len)
+        ranks = [[int(number) for number in re.findall("[0-9]+", name)] for name in group]
+        return [name for _, name in sorted(zip(ranks, group))] if {len(rank) for rank in ranks} == {1} else group
 
     @cached_property
     def _label_column(self) -> str | None:
         """The one asked for; else the first that has classes: declared ones, integers under a usual name, strings that repeat,
-        other numbers."""
+        other numbers, booleans."""
         if self._source.label_column is not None:
             return self._source.label_column
         classes = [name for name in self._features if type(self._features[name]).__name__ == "ClassLabel"]
-        plain = [name for name in _LABELS if not hasattr(self._features.get(name), "feature")]
-        integers = [name for name in plain if "int" in self._type(name)]
-        words = [name for name in _LABELS if "string" in self._type(name)]
+        usual = [name for label in _LABELS for name in self._features if name.lower() == label]
+        integers = [name for name in usual if "int" in self._type(name) and not hasattr(self._features[name], "feature")]
+        words = [name for name in usual if "string" in self._type(name)]
         repeated = (name for name in words if 0 < 2 * len(self._read(name, None).drop_null().unique()) <= len(self))
-        others = [name for name in _LABELS if "int" in self._type(name) or "float" in self._type(name)]
-        asked = itertools.chain(classes, integers, repeated, (name for name in others if name not in integers))
+        others = [name for name in usual if name not in integers and re.search("int|float", self._type(name))]
+        truths = [name for name in usual if self._type(name) == "bool"]
+        asked = itertools.chain(classes, integers, repeated, others, truths)
         return next((name for name in asked if self._labels_of(name) is not None), None)
 
     def _type(self, name: str) -> str:
@@ -118,6 +153,65 @@ class Table:
         return 0 if self.labels is None else max(int(self.labels.max()) + 1, len(names))
 
 
+def _is_picture(content: Any) -> bool:
+    return isinstance(content, bytes) or os.path.splitext(str(content))[1].lower() in Image.registered_extensions()
+
+
+def _is_file(feature: Any) -> bool:
+    """Whether it is encoded bytes, alone or beside their path."""
+    if isinstance(feature, dict):
+        return sorted(feature) == ["bytes", "path"]
+    return "binary" in str(getattr(feature, "dtype", "")) and "fixed" not in feature.dtype
+
+
+def _may_hold(feature: Any, kinds: str) -> bool:
+    """Whether one of `kinds`, an expression of names of types, is in it; bytes also as an image. A list counts as one."""
+    if isinstance(feature, dict):
+        return any(_may_hold(part, kinds) for part in feature.values())
+    if hasattr(feature, "feature"):
+        return "list" in kinds or _may_hold(feature.feature, kinds)
+    is_image = type(feature).__name__ == "Image"
+    return is_image or bool(re.search(kinds, str(getattr(feature, "dtype", ""))))
+
+
+def image_of(cell: Any, dtype: str | None = None) -> Any:
+    """Bytes, a path or an array of what a cell holds in a list of one, a struct, or a text; numbers are of `dtype`."""
+    if isinstance(cell, dict):
+        inner = cell.get("bytes") or cell.get("path")
+        return image_of(inner or next((part for part in cell.values() if isinstance(part, (bytes, dict, list))), None), dtype)
+    if isinstance(cell, list):
+        flat = cell
+        while isinstance(flat, list) and flat:
+            flat = flat[0]
+        if not isinstance(flat, (bytes, str, dict)):
+            return _square(
+                np.array(cell, {"float": "float32", "double": "float64", "halffloat": "float16"}.get(dtype or "", dtype))
+            )
+        return image_of(cell[0], dtype)
+    return _of_text(cell) if isinstance(cell, str) else cell
+
+
+def _square(values: np.ndarray) -> np.ndarray:
+    """Of a row of pixels, and without axes of one before an image."""
+    side = round(values.size**0.5)
+    return values.reshape(side, side) if values.ndim == 1 else values.reshape(values.shape[-3:])
+
+
+def _of_text(text: str) -> Any:
+    """Bytes of base64 or of a data URI, an array of numbers, or a path."""
+    if text.startswith("file:"):
+        return urllib.request.url2pathname(urllib.parse.urlparse(text).path)
+    numbers = text.strip("[]() \n").replace(",", " ").split()
+    if len(numbers) > 1 and all(number.isdecimal() for number in numbers):
+        return _square(np.array([int(number) for number in numbers]))
+    code = re.sub(r"\s", "", urllib.parse.unquote(text.partition("base64,")[2] or text)).rstrip("=")
+    with contextlib.suppress(ValueError, OSError):
+        data = base64.b64decode(code.replace("-", "+").replace("_", "/") + "=" * (-len(code) % 4), validate=True)
+        Image.open(io.BytesIO(data))
+        return data
+    return text.replace("\\", "/")
+
+
 def _value(cell: Any) -> Any:
     """What a cell says: itself, what a list of one has, or the place of the 1 in a one-hot list; None: no class. Raises
     ValueError where it is none of these."""
@@ -143,7 +237,7 @@ def open_table(source: Source, dataset: Any) -> Table | None:
         source = replace(source, image_column="image", label_column="label")
         return Table(lambda name, rows: columns[name][rows or slice(None)], {}, len(columns["label"]), source)
     if path.suffix.lower() in (".npy", ".npz", *_HDF5):
-        name = source.image_column or "images"
+        name = source.image_column or _lone_array(path) or "images"
         source = replace(source, image_column=name, label_column=source.label_column or "labels")
         return Table(read := _of_arrays(path, name), {}, len(read(name, None)), source)
     if source.streamed:
@@ -173,6 +267,19 @@ def _digits() -> dict[str, np.ndarray]:
         Image.fromarray(scan).save(file := io.BytesIO(), "PNG")
         files.append(file.getvalue())
     return {"image": np.array(files, object), "label": labels}
+
+
+def _lone_array(path: Path) -> str | None:
+    """The name of the only array of a file that has names."""
+    if path.suffix.lower() == ".npz":
+        names = list(np.load(path, mmap_mode="r"))
+    elif path.suffix.lower() in _HDF5:
+        import h5py  # type: ignore[import-not-found]
+
+        names = list(h5py.File(path))
+    else:
+        return None
+    return names[0] if len(names) == 1 else None
 
 
 def _of_arrays(path: Path, lone: str) -> Read:

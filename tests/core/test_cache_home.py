@@ -49,3 +49,12 @@ def test_a_home_that_can_be_written_stays(environment, tmp_path, capsys):
     environment.setenv("HOME", str(tmp_path))
     use_a_cache_that_can_be_written(SimpleNamespace())
     assert "HF_HOME" not in os.environ and not capsys.readouterr().err
+
+
+def test_a_temporary_folder_where_the_run_has_no_place_either(environment, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    environment.setenv("HOME", str(tmp_path / "file"))
+    environment.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    use_a_cache_that_can_be_written(SimpleNamespace(output_dir=str(tmp_path / "file" / "one")))
+    folder = tmp_path / "temporary" / f"steady-diffusion-{os.getuid()}"
+    assert Path(os.environ["HF_HOME"]) == folder / "huggingface" and f"the cache is {folder} " in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """What a launcher's settings mean here: refused ones, and whose OMP_NUM_THREADS it is."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -205,3 +206,55 @@ def test_processes_that_never_come_are_waited_for_aloud(tiny_flags, tmp_path):
     waiting, error = (next(line for line in result.stderr.splitlines() if word in line) for word in ("waiting for", "error: "))
     assert waiting.startswith("waiting for the other processes since 10 s (WORLD_SIZE=2, RANK=0, MASTER_ADDR=127.0.0.1")
     assert error.startswith("error: the other processes of WORLD_SIZE=2 did not come")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_a_process_that_waits_for_others(number, tiny_flags, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, ROOT / "train_ddpm.py", *tiny_flags, "--output_dir", tmp_path / "run"]
+    environment = script_environment() | alone | {"ACCELERATE_USE_CPU": "true"}
+    with subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.PIPE, text=True) as process:
+        said = next(line for line in process.stderr if line.startswith("waiting for"))
+        process.send_signal(number)
+        rest = process.communicate(timeout=60)[1]
+    assert "WORLD_SIZE=2" in said and f"{number.name}: stopped before the first update" in rest and process.returncode == 75
+
+
+@pytest.mark.parametrize(
+    ("left", "message"),
+    [
+        ({"LOCAL_RANK": "0"}, "says LOCAL_RANK=0, but not RANK and MASTER_ADDR and MASTER_PORT"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "says OMPI_COMM_WORLD_SIZE=2, but not MASTER_ADDR"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "says PMI_SIZE=2, but not MASTER_ADDR"),
+        ({"WORLD_SIZE": ""}, "says WORLD_SIZE='', which is no number\nunset WORLD_SIZE"),
+        ({"WORLD_SIZE": "two"}, "says WORLD_SIZE='two', which is no number"),
+    ],
+)
+def test_other_variables_that_are_left_over(left, message, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        launcher_module.refuse_lone_variables()
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        {"RANK": "0"},
+        {"WORLD_SIZE": "1", "LOCAL_RANK": "-1"},
+        {"OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
+        {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+    ],
+)
+def test_variables_that_a_launcher_sets_are_none(whole, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in whole.items():
+        monkeypatch.setenv(name, value)
+    launcher_module.refuse_lone_variables()

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from steady_doctor.data.declared import Source
+from steady_doctor.data.table import open_table
 from utils.core.errors import UserError
 from utils.data.dataset import load_images
 from utils.options.flags import DataOptions
@@ -55,6 +57,30 @@ def test_bytes_arrive_as_they_are(kind, cache_images, load, tmp_path):
     assert len(load(path, cache_images=cache_images, max_train_images=4)) == 4
 
 
+@pytest.mark.parametrize(
+    ("stored", "labels", "names"),
+    [
+        (LABELS[:, None], LABELS.tolist(), None),
+        (np.eye(3)[LABELS], LABELS.tolist(), None),
+        (LABELS.astype(np.float32), LABELS.tolist(), None),
+        (np.array(["b", "a", "c"])[LABELS], np.array([1, 0, 2])[LABELS].tolist(), ["a", "b", "c"]),
+        (LABELS == 1, (LABELS == 1).tolist(), ["False", "True"]),
+    ],
+)
+def test_labels_of_arrays_are_read_as_those_of_columns(stored, labels, names, load, tmp_path):
+    np.savez(tmp_path / "a.npz", images=BYTES, labels=stored)
+    images = load(tmp_path / "a.npz")
+    assert images.labels.tolist() == labels and images.class_names == names
+    table = open_table(Source(name=str(tmp_path / "a.npz")), None)
+    assert table.labels.tolist() == labels
+
+
+def test_the_only_array_needs_no_name(load, tmp_path):
+    np.savez(tmp_path / "a.npz", BYTES)
+    assert np.array_equal(load(tmp_path / "a.npz").fetch([3]), BYTES[3:4].transpose(0, 3, 1, 2))
+    assert np.array_equal(open_table(Source(name=str(tmp_path / "a.npz")), None).images([3])[0], BYTES[3])
+
+
 def test_floats_keep_their_range_and_as_many_levels_as_asked_for(load, tmp_path):
     np.save(tmp_path / "a.npy", FLOATS)
     given = {"image_channels": 6, "data_range": [-1, 1]}
@@ -97,7 +123,8 @@ def test_what_is_wrong_is_said_in_one_or_two_lines(load, tmp_path):
     for name, content in (("text.npz", b"no arrays"), ("empty.npy", b""), ("zip.npz", b"PK\x03\x04abc")):
         (tmp_path / name).write_bytes(content)
     np.save(tmp_path / "words.npy", np.full((2, 3, 3), "word"))
-    np.savez(tmp_path / "other.npz", x=BYTES)
+    np.savez(tmp_path / "other.npz", x=BYTES, y=LABELS)
+    np.savez(tmp_path / "half.npz", images=BYTES, labels=LABELS / 2)
     np.savez(tmp_path / "labels.npz", images=BYTES, labels=LABELS[:5])
     (tmp_path / "broken.npz").write_bytes(b"no archive")
     Image.fromarray(BYTES[0]).save(tmp_path / "a.png")
@@ -117,7 +144,8 @@ def test_what_is_wrong_is_said_in_one_or_two_lines(load, tmp_path):
         ("empty.npy", {}, "cannot read .*EOFError"),
         ("zip.npz", {}, "cannot read .*BadZipFile"),
         ("words.npy", {}, "must be whole numbers, floats or booleans"),
-        ("other.npz", {}, "no 'images'; it has x"),
+        ("other.npz", {}, "no 'images'; it has x, y"),
+        ("half.npz", {}, "the labels of .*\n0.5 is no class"),
         ("labels.npz", {}, "the labels of .* for 10 images"),
         ("labels.npz", {"label_column": "kinds"}, "no labels 'kinds'"),
         ("broken.npz", {}, "cannot read"),

@@ -1,6 +1,7 @@
 """Folders as other tools write them: files beside the images, classes one level up or in a file, tables of other dialects."""
 
 import csv
+import gzip
 import io
 import json
 import unicodedata
@@ -55,6 +56,9 @@ def test_a_table_beside_pictures_stays_a_table(load, tmp_path):
         (("pets/cat/0.png", "wild/fox/1.png"), ["cat", "fox"], [0, 1]),
         (("pets/cat/0.png", "wild/cat/1.png"), ["pets", "wild"], [0, 1]),
         (("all/images/0.png", "all/images/1.png"), None, None),
+        (("cat/train/0.png", "cat/val/1.png", "dog/train/2.png"), ["cat", "dog"], [0, 0, 1]),
+        (("train2017/0.png", "train2017/1.png", "val2017/2.png"), None, None),
+        (("train_256/cat/0.png", "train_256/dog/1.png", "val_256/cat/2.png"), ["cat", "dog"], [0, 1]),
     ],
 )
 def test_the_classes_are_the_folders_that_divide_the_images(names, classes, labels, load, tmp_path):
@@ -119,6 +123,8 @@ def table(rows, mark=",", encoding="utf-8") -> bytes:
         ("\t", "utf-8-sig", "metadata.csv was read with tabs between the columns"),
         ("|", "utf-16", "metadata.csv was read as UTF-16 with vertical bars between the columns"),
         (",", "utf-16", "metadata.csv was read as UTF-16 with commas between the columns"),
+        ("\t", "utf-16-le", "metadata.csv was read as UTF-16 with tabs between the columns"),
+        (",", "utf-16-be", "metadata.csv was read as UTF-16 with commas between the columns"),
     ],
 )
 def test_dialects_of_tables(mark, encoding, note, load, tmp_path):
@@ -140,6 +146,10 @@ def test_dialects_of_tables(mark, encoding, note, load, tmp_path):
         ("images/0.png", "Images/0.PNG"),
         (unicodedata.normalize("NFD", "é0.png"), "é0.png"),
         ("é0.png", unicodedata.normalize("NFD", "é0.png")),
+        ("images/0.png", "/home/somebody/set/images/0.png"),
+        ("images/0.png", "C:\\set\\images\\0.png"),
+        ("0.png", "0"),
+        ("0000.png", "0000"),
     ],
 )
 def test_names_that_differ_from_those_of_the_files(file, name, load, tmp_path):
@@ -275,3 +285,115 @@ def test_each_orientation_is_that_of_pillow(orientation, load, tmp_path):
     with Image.open(tmp_path / "set" / "0.png") as saved:
         expected = np.asarray(ImageOps.exif_transpose(saved))
     assert np.array_equal(load(tmp_path / "set", image_channels=1).fetch([0])[0, 0], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metadata.tsv", "file_name\tlabel\n1.png\t1\n0.png\t0\n"),
+        ("Metadata.CSV", "file_name,label\n1.png,1\n0.png,0\n"),
+        ("metadata.csv", "sep=;\r\nfile_name;label\r\n1.png;1\r\n0.png;0\r\n"),
+        ("metadata.csv", "File Name, label\n1.png,1\n0.png,0\n"),
+        ("metadata.csv", '"filename","text","label"\n1.png,"a; b; c",1\n0.png,"""x""",0\n'),
+        ("metadata.jsonl", '[{"file_name": "1.png", "label": 1},\n {"file_name": "0.png", "label": 0}]'),
+    ],
+)
+def test_metadata_as_other_programs_write_it(name, content, load, tmp_path):
+    folder = write(tmp_path / "set", "0.png", "1.png")
+    (folder / name).write_text(content)
+    images = load(folder)
+    assert shown(images) == [1, 0] and images.labels.tolist() == [1, 0]
+
+
+def test_metadata_above_the_images_in_an_archive(load, tmp_path):
+    folder = write(tmp_path / "set", "images/0.png", "images/1.png")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name in ("images/0.png", "images/1.png"):
+            archive.write(folder / name, f"set/{name}")
+        archive.writestr("set/metadata.csv", "file_name,label\n1.png,1\n0.png,0\n")
+    assert shown(load(tmp_path / "a.zip")) == [1, 0]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("column", ["image_path", "Datei"])
+def test_tables_of_paths_in_any_dialect(suffix, encoding, mark, column, load, tmp_path):
+    write(tmp_path, "set/0.png", "set/1.png")
+    rows = f"{column}{mark}label\nset/1.png{mark}ä\nset/0.png{mark}b\nset/1.png{mark}ä\nset/1.png{mark}b\n"
+    (tmp_path / f"t{suffix}").write_bytes(rows.encode(encoding))
+    images = load(tmp_path / f"t{suffix}", "dataset_name", cache_images="no")
+    assert shown(images) == [1, 0, 1, 1] and images.class_names == ["b", "ä"]
+
+
+def test_a_table_without_a_row_of_names_is_told(load, tmp_path):
+    (tmp_path / "t.csv").write_text("".join(f"{label},{','.join('0123456789' * 5)}\n" for label in range(3)))
+    with pytest.raises(UserError, match=r"no column that looks like images\nits first row was taken for the names"):
+        load(tmp_path / "t.csv", "dataset_name")
+
+
+@pytest.mark.parametrize(
+    ("names", "note"),
+    [
+        (("images/0.png", "masks/0.png"), "the folders images, masks become classes: if some are no images"),
+        (("pets/cat/0.png", "wild/fox/1.png"), "the folders cat, fox become classes, and pets, wild do not"),
+        (("00000/0.png", "01000/1.png", "02000/2.png"), "the numbered folders 00000 to 02000 are equally large"),
+    ],
+)
+def test_folders_that_may_be_no_classes_are_told(names, note, load, tmp_path):
+    assert any(one.startswith(note) for one in said(load(write(tmp_path / "set", *names))))
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "train-00000.tfrecord", "data_batch_1"])
+def test_a_folder_of_something_else_is_listed(name, load, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / name).write_bytes(b"x")
+    suffix = f".{name.partition('.')[2]}" if "." in name else "without a suffix"
+    with pytest.raises(UserError, match=f"set has no images; 0 of 1 files used: 1 {suffix}"):
+        load(tmp_path / "set", "dataset_name")
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "is_whole"),
+    [
+        (b"gAMA", b"\0\0\0\1", False),
+        (b"gAMA", b"", True),
+        (b"pHYs", b"\0", True),
+        (b"cHRM", b"\0", True),
+        (b"acTL", b"\0\0\0\2\0\0\0\0", True),
+    ],
+)
+def test_pixels_beside_damaged_facts_of_a_png_are_used(kind, content, is_whole, load, tmp_path):
+    (tmp_path / "set").mkdir()
+    parts = [len(content).to_bytes(4), kind, content, zlib.crc32(kind + content).to_bytes(4) if is_whole else bytes(4)]
+    if kind == b"acTL":
+        parts += [bytes([0, 0, 0, 1]), b"fcTL", b"x", zlib.crc32(b"fcTLx").to_bytes(4)]
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
+    whole = file.getvalue()
+    (tmp_path / "set" / "a.png").write_bytes(whole[:33] + b"".join(parts) + whole[33:])
+    assert np.array_equal(load(tmp_path / "set", image_channels=3).fetch([0])[0], pixels.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS: run git lfs pull"),
+        (b"\n<!DOCTYPE html><html></html>", "a web page"),
+        (b"<svg/>", "an SVG"),
+        (b"\x93NUMPY", "an array of numpy"),
+    ],
+)
+def test_what_a_file_is_instead_of_an_image_is_said(content, what, load, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.png").write_bytes(content)
+    with pytest.raises(UserError, match=rf"a\.png.*: not an image that Pillow can read \(it is {what}"):
+        load(tmp_path / "set")
+
+
+def test_a_compressed_table_is_read_as_before(load, tmp_path):
+    write(tmp_path, "0.png", "1.png")
+    (tmp_path / "tables").mkdir()
+    with gzip.open(tmp_path / "tables" / "train.csv.gz", "wt") as file:
+        file.write(f"image,label\n{tmp_path}/1.png,1\n{tmp_path}/0.png,0\n")
+    assert shown(load(tmp_path / "tables", "dataset_name", cache_images="no")) == [1, 0]

@@ -34,6 +34,7 @@ def found(values, feature, requested=None):
         ([[0, 1], [1, 0]], datasets.List(INTEGERS, length=2), [1, 0], None),
         ([[float("nan")], [0.0], [1.0]], datasets.List(FLOATS), [-1, 0, 1], None),
         (["b", "a", None, "b", "a"], datasets.Value("string"), [1, 0, -1, 1, 0], ["a", "b"]),
+        ([True, False, None], datasets.Value("bool"), [1, 0, -1], ["False", "True"]),
         ([1, -1, 0], datasets.ClassLabel(names=["x", "y", "z"]), [1, -1, 0], ["x", "y", "z"]),
     ],
 )
@@ -73,6 +74,8 @@ def test_what_is_no_label_is_said(values, feature, why):
         ({"label": [[1, 1], [0, 1], [1, 0]], "class_id": [0.0, 1.0, 0.0]}, (datasets.List(INTEGERS), FLOATS), "class_id"),
         ({"target": [1.0, 2.0, 3.0, 1.0], "class": ["a", "b", "a", "b"]}, (FLOATS, datasets.Value("string")), "class"),
         ({"label": [-1, -1], "target": [0, 1]}, (INTEGERS, INTEGERS), "target"),
+        ({"Target": [0, 1], "LABEL": [1, 0]}, (INTEGERS, INTEGERS), "LABEL"),
+        ({"class": [True, False], "target": [3.0, 1.0]}, (datasets.Value("bool"), FLOATS), "target"),
     ],
 )
 def test_a_column_without_classes_hides_no_other(columns, features, used):

@@ -181,7 +181,7 @@ def _leave(status: int | None) -> None:
     _call_at_end(status or 0)
     sys.stdout.flush()
     sys.stderr.flush()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         # Without ceremony: freeing a process group joins threads that may wait for Python's lock, which is held meanwhile, or
         # for a peer that is gone. torch's registry keeps the groups alive up to here, because nobody destroys them.
         os._exit(status or 0)

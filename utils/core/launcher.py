@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -14,7 +15,9 @@ from utils.core.errors import UserError
 
 ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
 LAUNCHERS = (*ACCELERATE, "torchrun", "torch.distributed.run")
+_FOR_HANDLER = 1.0  # seconds in which a handler of signals begins, unless the process waits in other code than Python's
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # numbers of processes, of torch and of MPI
 UNSUPPORTED = {  # what `accelerate launch` sets -> its name
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -117,41 +120,69 @@ def refuse_launch() -> None:
 
 def refuse_lone_variables() -> None:
     """Raises UserError where a variable of a launcher is left over: the processes that it tells of are not there."""
-    size = os.environ.get("WORLD_SIZE", "")
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if size.isdecimal() and int(size) > 1 and missing:
+    told = {name: os.environ[name] for name in (*_SIZES, "RANK", "LOCAL_RANK") if name in os.environ}
+    for name, value in told.items():
+        if not value.removeprefix("-").isdecimal():
+            raise UserError(f"the environment says {name}={value!r}, which is no number\nunset {name}")
+    several = [name for name in told if int(told[name]) > (1 if name in _SIZES else -1) and name != "RANK"]
+    if not several:
+        return
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if several[0] in ("WORLD_SIZE", "LOCAL_RANK") else ("MASTER_ADDR",)
+    if missing := [name for name in needed if not os.environ.get(name)]:
         raise UserError(
-            f"the environment says WORLD_SIZE={size}, but not {' and '.join(missing)}: no launcher started this process\n"
-            "unset WORLD_SIZE, or start with accelerate launch or torchrun"
+            f"the environment says {several[0]}={told[several[0]]}, but not {' and '.join(missing)}: no launcher started this "
+            f"process\nunset {several[0]}, or start with accelerate launch or torchrun"
         )
 
 
 @contextlib.contextmanager
 def said_while_waiting(after: float = 10.0, again: float = 60.0) -> Iterator[None]:
     """Inside, while the processes of a launcher find each other: says after `after` seconds for what this one waits, and every
-    `again` seconds."""
+    `again` seconds; and a signal that stops the process does so, though it waits in code that lets no handler run."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        yield
+        return
     names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
     told = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-    ended, start = threading.Event(), time.monotonic()
+    says, start, ended = os.environ.get("LOCAL_RANK", "0") == "0", time.monotonic(), threading.Event()
+    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    signals, numbers = socket.socketpair()  # to which the system writes the number of each signal
+    numbers.setblocking(False)
+    signals.settimeout(after)
 
-    def say() -> None:
-        wait = after
-        while not ended.wait(wait):
-            seconds, wait = time.monotonic() - start, again
-            print(
-                f"waiting for the other processes since {seconds:.0f} s ({told}); "
-                "if no launcher started this one, unset these variables",
-                file=sys.stderr,
-                flush=True,
-            )
+    def watch() -> None:
+        while not ended.is_set():
+            try:
+                number = signals.recv(1)
+            except TimeoutError:
+                signals.settimeout(again)
+                if says:
+                    print(
+                        f"waiting for the other processes since {time.monotonic() - start:.0f} s ({told}); "
+                        "if no launcher started this one, unset these variables",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                continue
+            if (
+                number and number[0] in stops and not ended.wait(_FOR_HANDLER)
+            ):  # else the handler has run, where the process goes on
+                handler = signal.getsignal(number[0])
+                if callable(handler) and handler is not signal.default_int_handler:
+                    handler(number[0], None)
+                os._exit(128 + number[0])
 
-    speaker = threading.Thread(target=say, daemon=True)
-    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("LOCAL_RANK", "0") == "0":
-        speaker.start()
+    before = signal.set_wakeup_fd(numbers.fileno())
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
         yield
     finally:
         ended.set()
+        signal.set_wakeup_fd(before)
+        numbers.close()  # which ends the wait for a number
+        watcher.join()
+        signals.close()
 
 
 def check_accumulation(asked: int) -> None:

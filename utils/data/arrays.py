@@ -1,7 +1,8 @@
 """Images from one file of arrays: `.npy`, `.npz` or HDF5.
 
-    images    [N, H, W, C] or [N, H, W], any type of numbers; all of a .npy file, else under this name or --image_column
-    labels    [N], whole numbers; under this name or --label_column; may be missing
+    images    [N, H, W, C] or [N, H, W], any type of numbers; all of a .npy file, else under this name or --image_column, or the
+              only array
+    labels    [N], whole numbers or words, or one-hot; under this name or --label_column; may be missing
 
 A `.npy` file is mapped into memory and HDF5 read row by row, so that both may be larger than memory; a `.npz` file is read as a
 whole.
@@ -17,7 +18,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from utils.core.errors import UserError, one_line
-from utils.data.columns import classes_of
+from utils.data.columns import classes_of, whole_numbers
 from utils.data.decode import ImageFile, Range
 from utils.options.flags import DataOptions
 
@@ -46,6 +47,7 @@ class ArrayImages:
 
     def __init__(self, options: DataOptions):
         self._path, self._name = Path(str(options.dataset_name)), options.image_column or "images"
+        self._asked = options.image_column is not None
         self._opened: tuple[int, Any] = (-1, None)
         with self._reading():
             images, labels = self._open(), self._labels(options.label_column)
@@ -55,18 +57,25 @@ class ArrayImages:
             raise UserError(f"the images of {self._path} are {images.dtype}\nthey must be whole numbers, floats or booleans")
         self.shape, self.dtype = images.shape, images.dtype
         self._length = min(options.max_train_images or len(images), len(images))
-        if labels is not None:
-            whole = labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
-            if not whole or labels.max() < 0:
-                raise UserError(
-                    f"the labels of {self._path} are {labels.dtype} {list(labels.shape)}, for {len(images)} images\n"
-                    "they must be one whole number for each image, -1 for no class"
-                )
         self.labels: np.ndarray | None = None
         self.class_names: list[str] | None = None
         if labels is not None:
-            values = labels[: self._length].astype(np.int64)
-            self.labels, self.class_names = classes_of(values, values != -1)
+            self.labels, self.class_names = self._classes(labels, len(images))
+
+    def _classes(self, labels: np.ndarray, count: int) -> tuple[np.ndarray, list[str] | None]:
+        """As `columns.classes_of`, of an array as of a column."""
+        try:
+            if len(labels) != count or labels.ndim > 2 or labels.dtype.kind not in "biufSU":
+                raise ValueError("they must be one number or word for each image, or one-hot")
+            values = labels[: self._length]
+            is_text = values.dtype.kind in "bSU" and values.ndim == 1
+            values = values.astype(str) if is_text else whole_numbers(values.tolist())
+            if not (known := np.ones(len(values), bool) if is_text else values != -1).any():
+                raise ValueError("no image has one")
+        except ValueError as error:
+            what = f"the labels of {self._path} are {labels.dtype} {list(labels.shape)}, for {count} images"
+            raise UserError(f"{what}\n{error} (-1 means no class)") from None
+        return classes_of(values, known)
 
     def __len__(self) -> int:
         return self._length
@@ -109,11 +118,13 @@ class ArrayImages:
         content = self._content()
         if isinstance(content, np.ndarray):
             return content
-        if self._name not in content:
+        lone = next(iter(content)) if len(content) == 1 and not self._asked else self._name
+        found = content.get(lone)
+        if not hasattr(found, "ndim"):  # a group of HDF5
             raise UserError(
                 f"{self._path} has no {self._name!r}; it has {', '.join(content)}\nset --image_column to the name of the images"
             )
-        return content[self._name]
+        return found
 
     def _labels(self, requested: str | None) -> np.ndarray | None:
         content, name = self._content(), requested or "labels"
@@ -129,9 +140,10 @@ def range_of(files: Any, options: DataOptions) -> Range:
     known = _KNOWN_RANGES.get(str(files.dtype))
     if options.data_range is None and known is None:
         seen = np.stack([file.array for file in files.between(0, min(len(files), _LOOKED_AT)) if file.array is not None])
+        example = " (0 255 for bytes)" if seen.dtype.kind in "iu" and 1 < seen.max() <= 255 else ""
         raise UserError(
             f"{options.dataset_name} holds {files.dtype}, whose range is not known (the first {len(seen)} images have values "
-            f"from {np.nanmin(seen):g} to {np.nanmax(seen):g})\nset --data_range LOW HIGH"
+            f"from {np.nanmin(seen):g} to {np.nanmax(seen):g})\nset --data_range LOW HIGH{example}"
         )
     return checked_range(options.data_range) or known or (0.0, 1.0)
 
@@ -149,7 +161,10 @@ def refuse_shape(shape: tuple[int, ...], options: DataOptions) -> None:
     """Raises OtherChannels where images of `shape`, [H, W, C] or [H, W], have other channels than the options say."""
     channels = 1 if len(shape) == 2 else shape[-1]
     if channels != options.image_channels:
+        hint = f"set --image_channels {channels}"
+        if len(shape) == 3 and shape[0] == options.image_channels:
+            hint = "move the channels to the end: np.moveaxis(image, 0, -1)"
         raise OtherChannels(
             f"the images of {options.dataset_name} are {list(shape)}, which is {channels} channels ([H, W, C]), and "
-            f"--image_channels is {options.image_channels}\nset --image_channels {channels}"
+            f"--image_channels is {options.image_channels}\n{hint}"
         )

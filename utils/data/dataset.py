@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -21,12 +22,14 @@ from utils.data.bad_images import BadImage, BadImages, UndecodableImage
 from utils.data.block_cache import BlockCache, bytes_of
 from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
 from utils.data.color_modes import background_color
-from utils.data.columns import EncodedImages, find_image_column, find_labels
+from utils.data.columns import find_labels
 from utils.data.decode import ImagePreparation, Range, crop_offsets, describe_remarks, size_from_header
+from utils.data.image_column import EncodedImages, find_image_column
 from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used, size_of
+from utils.data.shards import patiently
 from utils.data.sources import contents_key, open_dataset
 from utils.data.stored_files import forget_archives, is_address
-from utils.data.stream import BlockReader, StreamedImages, describe, empty_table, index_shards, refuse_column
+from utils.data.stream import BlockReader, StreamedImages, describe, empty_table, first_cell, index_shards, refuse_column
 from utils.options.flags import DataOptions
 
 if TYPE_CHECKING:
@@ -333,13 +336,13 @@ class _Source:
 
 def _open_stream(options: DataOptions, progress: Callable[[int, int], None] | None) -> _Source:
     found = index_shards(options, cache_folder(options.cache_dir) / "streams" / "index", progress)
-    table = empty_table(found)
-    column, notes = find_image_column(table, options.image_column)
-    refuse_column(found, column)
-    files = BlockReader(found, column)
+    columns, notes = find_image_column(empty_table(found), options.image_column, partial(first_cell, found))
+    refuse_column(found, columns[0])
+    files = BlockReader(found, columns)
     key = " ".join(filter(None, (found.key, files.files_key())))
-    about = (key, str(options.dataset_name), column, [*notes, *found.notes])
-    return _Source(files, found.labels, found.class_names, *about)
+    about = (key, str(options.dataset_name), ", ".join(columns), [*notes, *found.notes])
+    first = patiently(lambda: files.images(0), files.address(0))
+    return _Source(files, found.labels, found.class_names, *about, data_range=_range_of(first, options))
 
 
 def _cache_limit(options: DataOptions, images: int, prepare: ImagePreparation) -> int:
@@ -360,20 +363,24 @@ def _open_table(options: DataOptions) -> _Source:
         dataset = dataset.select(range(min(options.max_train_images, len(dataset))))
     if len(dataset) == 0:
         raise UserError(f"the dataset {opened.description} has no images\ncheck its name and --dataset_split")
-    column, notes = find_image_column(dataset, options.image_column)
+    columns, notes = find_image_column(dataset, options.image_column)
     labels, class_names, label_notes = find_labels(dataset, options.label_column)
-    files = EncodedImages(dataset, column, opened.base)
-    data_range = None
-    if files.shape is not None:
-        refuse_shape(files.shape, options)
-        data_range = range_of(files, options)
-    elif options.data_range is not None:
-        raise UserError("--data_range is for arrays, and these are image files\nleave out --data_range")
+    files = EncodedImages(dataset, columns, opened.base)
     key = opened.key
     if opened.base is not None and not is_address(opened.base) and (named := files.files_key()):
         key = f"{key} {named}"
-    about = (key, opened.description, column, [*opened.notes, *notes, *label_notes])
-    return _Source(files, labels, class_names, *about, opened.dataset, data_range)
+    about = (key, opened.description, ", ".join(columns), [*opened.notes, *notes, *label_notes])
+    return _Source(files, labels, class_names, *about, opened.dataset, _range_of(files, options))
+
+
+def _range_of(files: EncodedImages, options: DataOptions) -> Range | None:
+    """The values of black and white where the images are arrays. Raises UserError where they do not fit the options."""
+    if files.shape is not None:
+        refuse_shape(files.shape, options)
+        return range_of(files, options)
+    if options.data_range is not None:
+        raise UserError("--data_range is for arrays, and these are image files\nleave out --data_range")
+    return None
 
 
 def _open_arrays(options: DataOptions) -> _Source:

@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import functools
 import io
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,18 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_NO_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)  # nothing is there, whatever the machine does
+_OTHERS = {  # how they begin
+    b"\x93NUMPY": "it is an array of numpy: turn it by np.load(io.BytesIO(row))",
+    b"\x1f\x8b": "it is compressed: turn it by gzip.decompress(row)",
+    b"\x80\x04": "it is a pickle: load it yourself, and save images",
+    b"\x80\x05": "it is a pickle: load it yourself, and save images",
+    b"%PDF": "it is a PDF: render its pages",
+    b"<svg": "it is an SVG: render it",
+    b"<!DOCTYPE html": "it is a web page: download the image again",
+    b"<html": "it is a web page: download the image again",
+    b"version https://git-lfs": "it is a pointer of Git LFS: run git lfs pull",
+}
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -61,18 +74,29 @@ def image_suffixes() -> frozenset[str]:
     return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in readable)
 
 
+def begins_an_image(head: bytes) -> bool:
+    """Whether the first bytes of a file are those of a format that can be decoded and has such."""
+    known = [Image.OPEN[name][1] for name in _readable_formats()]
+    return any(accept is not None and accept(head) is True for accept in known)
+
+
 Range = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageFile:
     """An encoded image: its bytes or, where those are None, a path or an address; `name` is what an error message calls it.
-    Or an image that is not encoded: an array [H, W, C] or [H, W]."""
+    Or an image that is not encoded: an array [H, W, C] or [H, W]. Or none, and the `problem` why."""
 
     data: bytes | None
     path: str | None
     name: str
     array: np.ndarray | None = None
+    problem: str = "the row has no image"
+
+    @property
+    def is_there(self) -> bool:
+        return not (self.data is None and self.path is None and self.array is None)
 
     def source(self) -> Any:
         """Returns what Pillow opens. Raises what `stored_files.read_address` raises."""
@@ -106,14 +130,15 @@ class ImagePreparation:
         """
         if file.array is not None:
             return self._prepare_array(file.array, file.name)
-        if file.data is None and file.path is None:
-            raise UndecodableImage(file.name, None, "the row has no image")
+        if not file.is_there:
+            raise UndecodableImage(file.name, None, file.problem)
         try:
             return self._prepare(file)
         except UnidentifiedImageError:
-            raise UndecodableImage(file.name, file.path, "not an image that Pillow can read") from None
+            raise UndecodableImage(file.name, file.path, f"not an image that Pillow can read{_instead(file)}") from None
         except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
-            reason = " ".join(str(error).split()) or type(error).__name__
+            text = (isinstance(error, OSError) and error.strerror) or str(error)  # without the path, which the name has
+            reason = " ".join(text.split()) or type(error).__name__
             if _of_machine(error):
                 raise UserError(
                     f"cannot read the image {file.name}: {reason}\ncheck the disk or the network, and start again"
@@ -143,6 +168,8 @@ class ImagePreparation:
     def _prepare_array(self, array: np.ndarray, name: str) -> tuple[np.ndarray, list[str]]:
         low, high = self.data_range or (0.0, 1.0)
         values = np.atleast_3d(array).astype(np.float64)
+        if values.shape[2] != self.channels:
+            raise UndecodableImage(name, None, f"it is {list(array.shape)}, and others have {self.channels} channels")
         if not np.isfinite(values).all():
             raise UndecodableImage(name, None, "it has values that are NaN or infinite")
         if values.min() < low or values.max() > high:
@@ -172,7 +199,8 @@ class ImagePreparation:
 
 @contextlib.contextmanager
 def _opened(file: ImageFile, loaded: bool = False) -> Iterator[Image.Image]:
-    """The image in a file. A PNG whose texts or profile Pillow refuses, for their size, is opened without them."""
+    """The image in a file. A PNG of which Pillow refuses something else than the pixels, such as a large text or damaged facts,
+    is opened without it."""
 
     def opened(source: Any) -> Image.Image:
         image = Image.open(source, formats=_readable_formats())
@@ -186,7 +214,7 @@ def _opened(file: ImageFile, loaded: bool = False) -> Iterator[Image.Image]:
     except Exception as error:
         if _of_machine(error):
             raise
-        pixels = _without_texts(source.getvalue() if isinstance(source, io.BytesIO) else Path(source).read_bytes())
+        pixels = _only_pixels(source.getvalue() if isinstance(source, io.BytesIO) else Path(source).read_bytes())
         if pixels is None:
             raise
         image = opened(io.BytesIO(pixels))
@@ -194,18 +222,40 @@ def _opened(file: ImageFile, loaded: bool = False) -> Iterator[Image.Image]:
         yield image
 
 
-def _without_texts(data: bytes) -> bytes | None:
-    """A PNG without the chunks of texts and of a profile; None where there are none, or it is none."""
+def _only_pixels(data: bytes) -> bytes | None:
+    """A PNG without the chunks that change no pixel; None where there are none, or it is none."""
     if not data.startswith(_PNG):
         return None
     kept, place, end = [_PNG], len(_PNG), len(_PNG)
     while place < len(data):
         end = place + 12 + int.from_bytes(data[place : place + 4])  # length, kind, data and checksum
-        if data[place + 4 : place + 8] not in (b"tEXt", b"zTXt", b"iTXt", b"iCCP"):
+        if data[place + 4 : place + 5].isupper() or data[place + 4 : place + 8] in (b"tRNS", b"eXIf"):
             kept.append(data[place:end])
         place = end
     found = b"".join(kept)
     return None if len(found) == len(data) else found
+
+
+def _instead(file: ImageFile) -> str:
+    """What a file is, where it is no image, or that it has as many bytes as a square image has values."""
+    data = file.data or b""
+    with contextlib.suppress(OSError):
+        head = data if file.path is None or is_address(file.path) else data or _head(file.path)
+        if head == b"" == data and not is_address(file.path or ""):
+            return " (it is empty)"
+        for begin, what in _OTHERS.items():
+            if head.lstrip().startswith(begin):
+                return f" ({what})"
+    for channels in (1, 3, 4):
+        side = math.isqrt(len(data) // channels)
+        if side > 1 and len(data) == channels * side * side:
+            return f" (raw pixels? turn them: np.frombuffer(row, np.uint8).reshape({side}, {side}, {channels}))"
+    return ""
+
+
+def _head(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(64)
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
@@ -221,7 +271,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 def _of_machine(error: Exception) -> bool:
     """Whether the same file may be read tomorrow: to do without it today would make another run of it."""
     failed = isinstance(error, (MemoryError, ConnectionError))
-    return failed or getattr(error, "errno", None) not in (None, errno.ENOENT)
+    return failed or getattr(error, "errno", None) not in (None, *_NO_PATH)
 
 
 def header_of(file: ImageFile) -> tuple[str, int, int] | None:

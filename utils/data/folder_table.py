@@ -10,24 +10,27 @@ import io
 import json
 import os
 import posixpath
+import re
 import unicodedata
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 from utils.core.errors import UserError, one_line
+from utils.data.cells import shortened
 from utils.data.decode import image_suffixes
 from utils.data.file_tree import FileTree, suffix_of
 from utils.data.stored_files import is_address, read_address
 
-_NAMES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+_NAMES = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.parquet")
 _CLASSES = "dataset.json"  # {"labels": [["00000/img00000000.png", 6], ...]}
 ABOUT_IMAGES = {"metadata", "dataset"}  # stems of such files
-_MARKS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}  # between the columns
+MARKS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}  # between the columns
+ENCODINGS = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252"}
 
 
 def is_metadata(name: str) -> bool:
-    return posixpath.basename(name) in _NAMES
+    return posixpath.basename(name).lower() in _NAMES
 
 
 class FolderTable:
@@ -73,6 +76,8 @@ class FolderTable:
             path = self._tree.paths[name]
             try:
                 table = self._read(name, path)
+                if "file_name" not in table.column_names:
+                    table = table.rename_columns([_usual(column) for column in table.column_names])
                 files = table["file_name"].to_pylist()
             except KeyError:
                 raise UserError(
@@ -81,14 +86,16 @@ class FolderTable:
                 ) from None
             except Exception as error:  # pyarrow has many
                 raise UserError(f"cannot read {path}: {one_line(error)}\nrepair or remove this file") from error
-            files = [file.replace("\\", "/") if isinstance(file, str) else file for file in files]
+            # Paths that begin at the root, here or on another machine, have other folders before those of the files.
+            files = [None if file is None else str(file).replace("\\", "/").lstrip("/") for file in files]
             for row, file in enumerate(files):
-                if not isinstance(file, str) or is_address(file) or posixpath.normpath(file).startswith(("/", "..")):
+                if not file or is_address(file) or posixpath.normpath(file).startswith(".."):
+                    shown = file and shortened(file)
                     raise UserError(
-                        f"{path}, row {row}: file_name is {file!r}, which is not a file in the same folder\n"
+                        f"{path}, row {row}: file_name is {shown!r}, which is not a file in the same folder\n"
                         "use paths relative to that folder"
                     )
-            files = [posixpath.normpath(file) for file in files]
+            files = [posixpath.normpath(file) for file in files if file]
             self.paths += [_sibling(path, file) for file in files]
             self.files.append(name)
             files = [posixpath.join(posixpath.dirname(name), file) for file in files]
@@ -121,21 +128,26 @@ class FolderTable:
         data, suffix = _bytes(path), suffix_of(name)
         if suffix == ".parquet":
             return parquet.read_table(io.BytesIO(data))
+        if suffix == ".jsonl" and data.lstrip().startswith(b"["):  # an array, as pandas writes it
+            return pa.Table.from_pylist(json.loads(data))
         if suffix == ".jsonl":
             return lines.read_json(io.BytesIO(data), read_options=lines.ReadOptions(block_size=len(data) + 1))
         return self._read_csv(name, data)
 
     def _read_csv(self, name: str, data: bytes) -> Any:
+        import pyarrow as pa
         from pyarrow import compute, csv
 
-        text, encoding = _decoded(data)
-        header = text.split("\n", 1)[0].strip("\r")
-        marks = [mark for mark in _MARKS if "file_name" in [word.strip(' "') for word in header.split(mark)]]
-        mark = marks[0] if len(marks) == 1 else ","  # a header of one column has no mark
+        text, encoding = decoded_text(data)
+        text = re.sub(r"\Asep=.\r?\n", "", text)  # by which a spreadsheet knows the mark
+        mark = mark_of(text.split("\n", 1)[0])
         if encoding or mark != ",":
-            self.notes.append(f"{name} was read {encoding}with {_MARKS[mark]} between the columns")
+            how = f"as {ENCODINGS[encoding]} " if encoding else ""
+            self.notes.append(f"{name} was read {how}with {MARKS[mark]} between the columns")
         options = csv.ParseOptions(delimiter=mark, newlines_in_values=True)
-        table = csv.read_csv(io.BytesIO(text.encode()), parse_options=options)
+        names = [word for word in re.split(rf"[{re.escape(mark)}\r\n]", text.split("\n", 1)[0]) if _usual(word) == "file_name"]
+        types = csv.ConvertOptions(column_types=dict.fromkeys((word.strip('"') for word in names), pa.string()))  # 0001
+        table = csv.read_csv(io.BytesIO(text.encode()), parse_options=options, convert_options=types)
         for place, column in enumerate(table.columns):
             if str(column.type) == "string":  # an empty cell is none
                 filled = compute.if_else(compute.equal(column, ""), None, column)
@@ -146,7 +158,11 @@ class FolderTable:
         """Those of the files that are meant; `paths` follows."""
         exact = set(names) & self._tree.paths.keys()
         unknown = [name for name in dict.fromkeys(names) if name not in exact]
-        resolved = _meant(unknown, [image for image in self._tree.images() if image not in exact]) if unknown else {}
+        images = [image for image in self._tree.images() if image not in exact]
+        folders = [posixpath.dirname(name) for name in (*unknown, *images)]
+        above = f"{posixpath.commonpath(folders)}/".lstrip("/") if unknown else ""  # stands before all of them
+        meant = _meant([name.removeprefix(above) for name in unknown], [image.removeprefix(above) for image in images])
+        resolved = {above + name: above + image for name, image in meant.items()}
         if resolved:
             name, image = next(iter(resolved.items()))
             shown = f"{name} means {image}" + ", ..." * (len(resolved) > 1)
@@ -155,14 +171,27 @@ class FolderTable:
         return [resolved.get(name, name) for name in names]
 
 
-def _decoded(data: bytes) -> tuple[str, str]:
-    """The text of a table, and how it was read where it is not in UTF-8."""
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return data.decode("utf-16"), "as UTF-16 "
+def decoded_text(data: bytes) -> tuple[str, str]:
+    """The text of a table, and its encoding where that is not UTF-8."""
+    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ""
+    if not encoding and b"\0" in data[:2]:  # without a mark of the order of bytes
+        encoding = "utf-16-be" if data[:1] == b"\0" else "utf-16-le"
     try:
-        return data.decode("utf-8-sig"), ""
+        return data.decode(encoding or "utf-8-sig"), encoding
     except UnicodeDecodeError:
-        return data.decode("cp1252", errors="replace"), "as Windows-1252 "
+        return data.decode("cp1252", errors="replace"), "cp1252"
+
+
+def mark_of(header: str) -> str:
+    """What stands between the columns of a table: of those in its first line, outside quotes, the most frequent one."""
+    plain = re.sub(r'"[^"]*"', "", header)
+    return max(MARKS, key=plain.count)
+
+
+def _usual(column: str) -> str:
+    """The name of a column without spaces around it, and file_name however it is written."""
+    name = column.strip(' "\r')
+    return "file_name" if re.sub(r"[\W_]", "", name).lower() == "filename" else name
 
 
 def _parts(name: str) -> tuple[str, ...]:

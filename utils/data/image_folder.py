@@ -10,6 +10,7 @@ Rows are in the order of the metadata, else of the files' names. What is not use
 """
 
 import posixpath
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,14 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-_LISTED = 20  # missing names
+_LISTED, _SHOWN = 20, 5  # missing names, and folders, that a note has
 _SPLIT_OF = {name: split for split, names in _SPLITS.items() for name in names}
-_HINTS = dict.fromkeys((".heic", ".heif"), "needs pillow-heif") | dict.fromkeys(
-    (".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar"), "unpack it"
+_MASKS = {"mask", "masks", "annotations", "labels", "segmentation", "depth"}  # images that are about others
+_HINTS = (
+    dict.fromkeys((".heic", ".heif"), "needs pillow-heif")
+    | dict.fromkeys((".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar"), "unpack it")
+    | dict.fromkeys((".csv", ".tsv"), "tables are read as metadata.csv with a column file_name")
+    | dict.fromkeys((".mdb", ".tfrecord"), "export its images to files")
 )
 
 
@@ -88,7 +93,7 @@ class ImageFolder:
         base = ""
         while self._images:
             tops = {name[len(base) :].split("/")[0] if "/" in name[len(base) :] else "" for name in self._images}
-            found = {_SPLIT_OF.get(top.lower(), ""): f"{base}{top}/" for top in sorted(tops)}
+            found = {_split_of(top): f"{base}{top}/" for top in sorted(tops)}
             if "" not in found and "train" in found and len(found) == len(tops):
                 return {split: found[split] for split in _SPLITS if split in found}
             if len(tops) > 1 or "" in tops:
@@ -113,8 +118,19 @@ class ImageFolder:
         if len(deep) > 1 or deep == {0}:
             return None
         paths = [folder.split("/") for part in folders.values() for folder in part if _depth(folder) in deep]
-        self._above = next((n for n, level in enumerate(zip(*(path[::-1] for path in paths)), 1) if len(set(level)) > 1), 0)
-        names = sorted({path[-self._above] for path in paths}) if self._above else []
+        levels = [set(level) for level in zip(*(path[::-1] for path in paths))]  # the deepest one first
+        dividing = [n for n, level in enumerate(levels, 1) if len(level) > 1]
+        self._above = next((n for n in dividing if not all(map(_split_of, levels[n - 1]))), 0)  # cat/train, cat/val
+        names = sorted(levels[self._above - 1]) if self._above else []
+        for above in dividing:
+            if above != self._above or _MASKS & {name.lower() for name in names}:
+                shown = [", ".join(sorted(levels[n - 1])[:_SHOWN]) for n in (self._above or above, above)]
+                unused = f", and {shown[1]} do not" * (above != self._above)
+                self.notes.append(
+                    f"the folders {shown[0]} become classes{unused}: if some are no images to train on, give another folder"
+                    if self._above
+                    else f"the folders {shown[1]} become no classes"
+                )
         counts = Counter(self._class_name(name) for split in used for name in self._of(split)) if names else Counter()
         if (are_parts := _are_parts(counts)) is not None:
             self.notes.append(
@@ -177,6 +193,11 @@ class ImageFolder:
         return notes
 
 
+def _split_of(folder: str) -> str:
+    """The split that a folder's name means, such as train2017 or val_256; "" for others."""
+    return _SPLIT_OF.get(re.sub(r"[\W\d_]+$", "", folder.lower()), "")
+
+
 def _depth(folder: str) -> int:
     return folder.count("/") + 1 if folder else 0
 
@@ -190,5 +211,6 @@ def _are_parts(counts: Counter[str]) -> bool | None:
     if not names or not all(name.isdecimal() and len(name) > 1 and len(name) == len(names[0]) for name in names):
         return None
     numbers, sizes = [int(name) for name in names], [counts[name] for name in names]
-    follow = numbers == list(range(numbers[0], numbers[0] + len(numbers))) and numbers[0] in (0, 1)
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1  # 00000, 01000 have 1,000 each
+    follow = numbers == list(range(numbers[0], numbers[0] + step * len(numbers), step)) and numbers[0] in (0, 1)
     return len(names[0]) >= 5 and follow and set(sizes[:-1]) == {sizes[0]} and sizes[-1] <= sizes[0]

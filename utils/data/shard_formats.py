@@ -42,8 +42,8 @@ class Format(Protocol):
     def index(self, shard: Shard, columns: list[str]) -> "pa.Table":
         """Returns `columns` of all rows, and what else `read` needs; see `counts` for its metadata."""
 
-    def read(self, shard: Shard, index: "pa.Table", group: int, column: str) -> "pa.Table":
-        """Returns one column of a group."""
+    def read(self, shard: Shard, index: "pa.Table", group: int, columns: list[str]) -> "pa.Table":
+        """Returns these columns of a group."""
 
 
 def format_of(shard: Shard) -> Format:
@@ -84,12 +84,12 @@ class _Parquet:
             rows = [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
             return _with(parquet.read(columns=columns, use_threads=False), rows, parquet.schema_arrow)
 
-    def read(self, shard: Shard, index: "pa.Table", group: int, column: str) -> "pa.Table":
+    def read(self, shard: Shard, index: "pa.Table", group: int, columns: list[str]) -> "pa.Table":
         import pyarrow.parquet as pq
 
         with open_shard(shard) as file:
             parquet = pq.ParquetFile(file, metadata=_footer(shard), pre_buffer=True)
-            return parquet.read_row_group(group, columns=[column], use_threads=False)
+            return parquet.read_row_group(group, columns=columns, use_threads=False)
 
 
 @functools.lru_cache(maxsize=_FOOTERS)
@@ -133,14 +133,14 @@ class _Arrow:
         chosen = pa.schema([schema.field(name) for name in columns])
         return _with(pa.Table.from_batches(parts, chosen), rows, schema, places)
 
-    def read(self, shard: Shard, index: "pa.Table", group: int, column: str) -> "pa.Table":
+    def read(self, shard: Shard, index: "pa.Table", group: int, columns: list[str]) -> "pa.Table":
         import pyarrow as pa
 
         with open_shard(shard) as file:
             schema = self._schema(file)
             file.seek(json.loads(index.schema.metadata[_PLACES])[group])
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
-        return pa.Table.from_batches([batch.select([column])])
+        return pa.Table.from_batches([batch.select(columns)])
 
     def _schema(self, file: Any) -> "pa.Schema":
         import pyarrow as pa
@@ -193,10 +193,10 @@ class Tar:
         arrays = {_FILES: pa.array(table.pop(_FILES), pa.list_(pa.struct(place)))}
         return _with(pa.table(arrays | table), rows, pa.schema([]))
 
-    def read(self, shard: Shard, index: "pa.Table", group: int, column: str) -> "pa.Table":
+    def read(self, shard: Shard, index: "pa.Table", group: int, columns: list[str]) -> "pa.Table":
         import pyarrow as pa
 
-        chosen = []
+        (column,), chosen = columns, []
         for files in index.column(_FILES).slice(group * _SAMPLES, _SAMPLES).to_pylist():
             plain = [file for file in files if "." not in column and "." not in file["column"]]  # jpg and png, not seg.png
             own = [file for file in files if file["column"] == column] or (plain if len(plain) == 1 else [])

@@ -26,7 +26,7 @@ from utils.core.errors import UserError
 from utils.core.hub import is_only_a_path, told
 from utils.data.decode import image_suffixes
 from utils.data.file_tree import FileTree, archive_stem, scan, suffix_of
-from utils.data.folder_table import ABOUT_IMAGES
+from utils.data.folder_table import ABOUT_IMAGES, decoded_text, mark_of
 from utils.data.image_folder import ImageFolder
 from utils.options.flags import DataOptions
 from utils.options.paths import DIGITS
@@ -40,8 +40,10 @@ _BUILDER_OF_SUFFIX = {
     ".json": "json",
     ".jsonl": "json",
     ".csv": "csv",
+    ".tsv": "csv",
     ".tar": "webdataset",
 }
+_TEXTS, _LONGEST_HEADER = (".csv", ".tsv"), 2**20  # whose first line tells how they are written; its bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,12 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     images, tables = _images_and_tables(path) if is_folder else (0, 0)
     if images and not tables:  # whatever else is there: `datasets` takes as many captions as images for a set of texts
         return dataclasses.replace(_open_image_folder(options, dataset_name), description=_described(options))
-    builder, files, description = find_builder(options)
+    try:
+        builder, files, description = find_builder(options)
+    except UserError:
+        if is_folder and not tables:
+            _open_image_folder(options, dataset_name)  # which says what is there instead
+        raise
     if is_folder and (builder.name == "imagefolder" or (images and builder.name not in _BUILDER_OF_SUFFIX.values())):
         return dataclasses.replace(_open_image_folder(options, dataset_name), description=description)
     if builder.name == "imagefolder" and any(
@@ -117,11 +124,26 @@ def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[
     source["cache_dir"] = options.cache_dir
     with _one_line(options.dataset_name):
         builder = _builder(source, is_local=path.exists())
+        if builder.name == "csv" and path.exists():
+            dialects = [
+                _dialect(str(f)) for part in builder.config.data_files.values() for f in part if suffix_of(str(f)) in _TEXTS
+            ]
+            if dialects and dialects[0] != {"sep": ","}:  # files of several dialects are told by `datasets`
+                builder = _builder(source | dialects[0], is_local=True)
     if builder.name == "parquet":  # which else keeps in memory what it has read of a file, to its end
         from pyarrow.dataset import ParquetFragmentScanOptions
 
         builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
     return builder, files, _described(options)
+
+
+def _dialect(path: str) -> dict[str, str]:
+    """What `datasets` has to know of a file of csv or tsv: what stands between the columns, and the encoding."""
+    with open(path, "rb") as file:
+        header = file.readline(_LONGEST_HEADER)
+        header += file.read(len(header) % 2) if b"\0" in header[:4] else b""  # the rest of a \n of two bytes
+    text, encoding = decoded_text(header)
+    return {"sep": mark_of(text)} | ({"encoding": encoding} if encoding else {})
 
 
 def _described(options: DataOptions) -> str:

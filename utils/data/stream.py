@@ -24,8 +24,9 @@ from utils.core.errors import UserError, one_line
 from utils.core.files import whole_file
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache, StoredBlock
-from utils.data.columns import LABEL_NAMES, EncodedImages, files_key, find_labels, holds_arrays, is_number
+from utils.data.columns import find_labels, is_number, usual_labels
 from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
+from utils.data.image_column import EncodedImages, files_key, first_of
 from utils.data.shard_formats import VERSION, Tar, columns_of, counts, format_of
 from utils.data.shards import Shard, UnreadableShard, find_shards, in_parallel, patiently
 from utils.data.stored_files import is_address
@@ -134,8 +135,9 @@ def _label_columns(features: "datasets.Features", requested: str | None) -> list
     if requested is not None:
         return [requested] if requested in features else []
     classes = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
-    usual = [name for name in LABEL_NAMES if name in features]
-    return classes or [name for name in usual if isinstance(features[name], datasets.Value) or is_number(features[name])]
+    return classes or [
+        name for name in usual_labels(features) if isinstance(features[name], datasets.Value) or is_number(features[name])
+    ]
 
 
 def _labels(
@@ -169,6 +171,13 @@ def empty_table(files: StreamedFiles) -> "datasets.Dataset":
     return _empty(files.features)
 
 
+def first_cell(files: StreamedFiles, column: str) -> object:
+    """Returns the first cell of a column in the first block that is not empty, or None."""
+    shard, group = files.blocks.shards[files.blocks.shard[0]], int(files.blocks.group[0])
+    table = patiently(lambda: format_of(shard).read(shard, files.index(shard), group, [column]), shard.address)
+    return first_of(table.column(column))
+
+
 @functools.lru_cache(maxsize=_INDEXES)
 def _indexed(shard: Shard, columns: tuple[str, ...], folder: Path) -> "pa.Table":
     """The index of a shard (see `shard_formats`), made where `folder` has none yet."""
@@ -188,31 +197,36 @@ def _indexed(shard: Shard, columns: tuple[str, ...], folder: Path) -> "pa.Table"
 class BlockReader:
     """Reads the encoded images of one block from its shard. Tries once."""
 
-    def __init__(self, files: StreamedFiles, column: str):
-        self.blocks, self.column = files.blocks, column
-        self._feature, self._index = files.features[column], files.index
+    def __init__(self, files: StreamedFiles, columns: list[str]):
+        self.blocks, self.columns = files.blocks, columns
+        self._features, self._index = {name: files.features[name] for name in columns}, files.index
 
     def __len__(self) -> int:
         return self.blocks.rows
 
     def __call__(self, block: int) -> list[ImageFile]:
+        shard = self.blocks.shards[self.blocks.shard[block]]
+        files = self.images(block).between(0, int(self.blocks.starts[block + 1] - self.blocks.starts[block]))
+        return [replace(file, name=f"{file.name} of {shard.name}") for file in files]
+
+    def images(self, block: int) -> EncodedImages:
+        """Returns the images of a block. Raises UserError, and what the shard's file system and its parser raise."""
         import datasets
 
         shard, group = self.blocks.shards[self.blocks.shard[block]], int(self.blocks.group[block])
         rows = int(self.blocks.starts[block + 1] - self.blocks.starts[block])
         first = int(self.blocks.first_in_shard[block])
-        table = format_of(shard).read(shard, self._index(shard), group, self.column)
+        table = format_of(shard).read(shard, self._index(shard), group, self.columns)
         if len(table) < rows:
             raise UserError(
                 f"the shard {shard.address} is damaged: group {group} has {len(table)} rows, and the index says {rows}\n"
                 "make the file again"
             )
-        features = datasets.Features({self.column: self._feature})
+        features = datasets.Features(self._features)
         table = table.slice(0, rows).replace_schema_metadata(None).cast(features.arrow_schema)
         dataset = datasets.Dataset(table, info=datasets.DatasetInfo(features=features), fingerprint=f"block-{block}")
         base = shard.address.rpartition("/")[0]
-        files = EncodedImages(dataset, self.column, base, first).between(0, rows)
-        return [replace(file, name=f"{file.name} of {shard.name}") for file in files]
+        return EncodedImages(dataset, self.columns, base, first)
 
     def files_key(self) -> str:
         """See `columns.files_key`. Shards that are elsewhere name no files of this machine, and are not read."""
@@ -377,11 +391,8 @@ def describe(blocks: Blocks) -> str:
 
 
 def refuse_column(files: StreamedFiles, column: str) -> None:
-    """Raises UserError for a column of arrays, and in tar files for one of texts."""
+    """Raises UserError for a column of texts or numbers in tar files."""
     import datasets
 
-    feature = files.features[column]
-    if holds_arrays(feature):
-        raise UserError(f"--streaming reads encoded images, and the column {column!r} has arrays\nleave --streaming out")
-    if isinstance(format_of(files.blocks.shards[0]), Tar) and not isinstance(feature, datasets.Image):
+    if isinstance(format_of(files.blocks.shards[0]), Tar) and not isinstance(files.features[column], datasets.Image):
         raise UserError(f"--image_column {column}: in the tar files, this column has no images\nleave --image_column out")

@@ -13,6 +13,7 @@ from utils.core.hub import told
 from utils.core.size import Size
 from utils.diffusion.ddpm import PREDICTION_TYPES, config_for_any, make_noise_scheduler
 from utils.diffusion.unet import load_plain
+from utils.diffusion.weights import advice, only_variant
 from utils.options.paths import located
 
 if TYPE_CHECKING:
@@ -32,9 +33,10 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
     """Returns the U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub, or as `load_network` of a
     checkpoint.
 
-    Weights may be safetensors or pickled tensors (of which nothing is run), in fp32 or as the variant "fp16"; the parts may lie
-    in folders of their own or, as in the first releases, side by side. Raises UserError for a pipeline of another kind, before
-    its weights are loaded, and for one whose scheduler has no betas, such as EDM's or one for flow matching.
+    Weights may be safetensors or pickled tensors (of which nothing is run), in fp32, as the variant "fp16", or, in a local
+    folder, as any variant that is there alone; the parts may lie in folders of their own or, as in the first releases, side by
+    side. Raises UserError for a pipeline of another kind, before its weights are loaded, and for one whose scheduler has no
+    betas, such as EDM's or one for flow matching.
     """
     from diffusers import DiffusionPipeline, UNet2DModel
     from diffusers.utils import logging
@@ -64,7 +66,7 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
     except UserError:
         raise
     except Exception as error:  # missing, unreachable, truncated or of another shape: each library raises its own kind
-        raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
+        raise _cannot_load(pipeline, error) from error
     config = dict(loaded.scheduler.config)
     of_unet = loaded.unet.config
     if of_unet.num_class_embeds is not None or of_unet.class_embed_type is not None:
@@ -106,7 +108,7 @@ def _load_any_variant(pipeline_class: type["DiffusionPipeline"], pipeline: str) 
         return pipeline_class.from_pretrained(pipeline)
     except (OSError, ValueError):
         try:
-            return pipeline_class.from_pretrained(pipeline, variant="fp16")
+            return pipeline_class.from_pretrained(pipeline, variant=only_variant(pipeline) or "fp16")
         except (OSError, ValueError):
             pass
         raise  # what was wrong with the usual files
@@ -238,7 +240,11 @@ def _index(pipeline: str) -> dict:
     try:
         return DiffusionPipeline.load_config(exported(pipeline))
     except Exception as error:  # each library raises its own kind
-        raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
+        raise _cannot_load(pipeline, error) from error
+
+
+def _cannot_load(pipeline: str, error: Exception) -> UserError:
+    return UserError(f"cannot load a pipeline from {pipeline}: {advice(pipeline) or told(error, pipeline, 'model')}")
 
 
 def _index_if_any(pipeline: str) -> dict:
@@ -277,7 +283,7 @@ def _load_edm2(pipeline: str) -> tuple["EDM2UNet", dict]:
         unet = EDM2UNet.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
         return _in_own_memory(unet.float()), EDMHeunScheduler.load_config(pipeline, subfolder="scheduler")
     except Exception as error:
-        raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
+        raise _cannot_load(pipeline, error) from error
 
 
 def _load_parts(pipeline: str) -> tuple["UNet2DModel", dict]:
@@ -287,7 +293,7 @@ def _load_parts(pipeline: str) -> tuple["UNet2DModel", dict]:
         unet = UNet2DModel.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
         return _in_own_memory(unet.float()), dict(DDPMScheduler.load_config(pipeline, subfolder="scheduler"))
     except Exception as error:
-        raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
+        raise _cannot_load(pipeline, error) from error
 
 
 def trained_bits(pipeline: str) -> int:

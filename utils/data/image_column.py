@@ -1,0 +1,231 @@
+"""Finds the column of a `datasets.Dataset` that has the images, or the columns of one pixel each, and reads them by row without
+decoding."""
+
+import contextlib
+import hashlib
+import itertools
+import math
+import os
+import posixpath
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from utils.core.errors import UserError
+from utils.data.cells import NoImage, content_of, kind_of, shortened, three_planes
+from utils.data.columns import LABEL_NAMES, describe_columns, is_number
+from utils.data.decode import ImageFile, image_suffixes
+from utils.data.stored_files import is_address
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_IMAGE_NAMES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp", "image_path", "image_url", "url")
+_ROWS = 1024  # read at a time
+_PIXELS = 49  # columns of one pixel each, at least
+_LONG = 100  # characters of a path, beyond which a message has it only where it is one
+FirstCell = Callable[[str], object]  # name of a column -> its first cell that is not empty
+
+
+def find_image_column(
+    dataset: "Dataset", requested: str | None = None, first_cell: FirstCell | None = None
+) -> tuple[list[str], list[str]]:
+    """Returns the name of the image column, or the names of columns of one pixel each, and notes on the choice.
+
+    A column of the type `Image` comes first, then one that holds encoded bytes, then one of arrays, then texts (paths, base64),
+    lists and structs with a usual name, then those of bytes, then texts that begin with an image or with the path of one. Any
+    of these may be requested by name. Last come numbered columns of numbers, as many as a square has pixels.
+
+    Args:
+        first_cell: reads the column elsewhere, where `dataset` has no rows.
+
+    Raises:
+        UserError: no such column, or none that can hold images; it lists the columns with their types. Or what is in the
+            column can be meant in two ways.
+    """
+    features = dataset.features
+    kinds = {name: kind_of(feature) for name, feature in features.items()}
+    peek = first_cell or (lambda name: _first_cell(dataset, name))
+    if requested is not None and requested not in features:
+        raise UserError(f"--image_column {requested}: the dataset has no such column\nits columns: {describe_columns(dataset)}")
+    if requested is not None:
+        if kinds[requested] is None and not isinstance(features[requested], dict):
+            raise UserError(f"--image_column {requested}: this column has no images\nthe columns: {describe_columns(dataset)}")
+        _refuse(requested, features[requested], peek(requested))
+        return [requested], []
+    usual = [name for name in features if name.lower() in _IMAGE_NAMES]
+    found = [name for name in features if kinds[name] == "image"]
+    found = found or sorted((name for name in features if kinds[name] == "file"), key=lambda name: name not in usual)
+    found = found or [name for name in features if kinds[name] == "array"]
+    found = found or [name for name in usual if kinds[name] or isinstance(features[name], dict)]
+    found = found or [name for name in features if kinds[name] == "wrapped"]
+    found = found or [name for name in features if kinds[name] == "text" and _is_image(peek(name), features[name])]
+    if found:
+        _refuse(found[0], features[found[0]], peek(found[0]))
+        several = f"image columns {', '.join(found)}: {found[0]} is used (--image_column chooses)"
+        return found[:1], [several] * (len(found) > 1)
+    pixels = _pixel_columns(dataset)
+    if not pixels:
+        hint = f"set --image_column to one of its columns: {describe_columns(dataset)}"
+        if sum(name.replace(".", "").isdecimal() for name in features) * 2 > len(features):
+            hint = "its first row was taken for the names of columns: put a row of names before it, such as label,pixel0,pixel1"
+        raise UserError(f"the dataset has no column that looks like images\n{hint}")
+    side = math.isqrt(len(pixels))
+    return pixels, [f"the {len(pixels)} columns {pixels[0]} to {pixels[-1]} are the pixels of {side}x{side} images"]
+
+
+def _first_cell(dataset: "Dataset", name: str) -> object:
+    column = dataset.select_columns([name]).with_format("arrow")
+    for start, stop in ((0, 1), (1, _ROWS)):  # the first row alone: others may hold large images
+        if (cell := first_of(column[start : min(stop, len(dataset))].column(name))) is not None:
+            return cell
+    return None
+
+
+def first_of(column: Any) -> object:
+    """Returns the first cell of a column of pyarrow that is not empty, or None."""
+    return next((cell for value in column.drop_null() if (cell := value.as_py()) not in ("", [])), None)
+
+
+def _refuse(name: str, feature: object, cell: object) -> None:
+    """Raises UserError where a cell has no image, or what can be meant in two ways."""
+    try:
+        content_of(cell, feature)
+    except NoImage as error:
+        raise _refusal(f"the column {name!r} has", error, f"row[{name!r}]") from None
+
+
+def _refusal(what: str, error: NoImage, cell: str) -> UserError:
+    hint = "choose another column with --image_column"
+    if error.turned:
+        turned = error.turned.replace("cell", cell)
+        hint = f'turn it: dataset.map(lambda row: {{"image": {turned}}}).save_to_disk("data"), and use data'
+    return UserError(f"{what} {error}, where an image should be\n{hint}")
+
+
+def _is_image(cell: object, feature: object) -> bool:
+    """Whether a text has an image, or the path of one."""
+    try:
+        content = content_of(cell, feature)
+    except NoImage:
+        return False
+    is_path = isinstance(content, str) and posixpath.splitext(content)[1].lower() in image_suffixes()
+    return is_path or isinstance(content, bytes)
+
+
+def _pixel_columns(dataset: "Dataset") -> list[str]:
+    """The columns of one pixel each: those of numbers whose names differ by a number alone, in the order of that.
+
+    Raises UserError where they may be pixels of three colors, whose order nobody knows.
+    """
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for name, feature in dataset.features.items():
+        if is_number(feature) and kind_of(feature) is None and name.lower() not in LABEL_NAMES:
+            alike[re.sub(r"\d+", "#", name)].append(name)
+    names = max(alike.values(), key=len, default=[])
+    numbers = {name: [int(number) for number in re.findall(r"\d+", name)] for name in names}
+    spans = [range(min(axis), max(axis) + 1) for axis in zip(*numbers.values())]
+    if not spans or math.prod(map(len, spans)) != len(names):  # sensors, or values that were taken for names
+        return []
+    if len(spans) == 1:  # of two numbers nobody knows which one is the row
+        names = sorted(names, key=numbers.__getitem__)
+    side, side_of_color = math.isqrt(len(names)), math.isqrt(len(names) // 3)
+    if len(names) >= _PIXELS and len(names) == 3 * side_of_color**2:
+        start = dataset.column_names.index(names[0])
+        is_slice = dataset.column_names[start : start + len(names)] == names
+        raise _refusal(
+            f"the {len(names)} columns {names[0]} to {names[-1]} have",
+            NoImage(*three_planes(side_of_color)),
+            f"list(row.values())[{start}:{start + len(names)}]" if is_slice else "[row[name] for name in NAMES]",
+        )
+    return names if len(names) >= _PIXELS and side * side == len(names) else []
+
+
+class EncodedImages:
+    """The images of one column, or of columns of one pixel each, read by row and never decoded here.
+
+    Relative paths begin at `base`, the folder of the file that holds them; earlier releases took the working directory, which
+    still counts where the first path leads to a file there and to none at `base`.
+
+    Attributes:
+        dtype, shape: of the first image, where they are arrays; else None.
+    """
+
+    def __init__(self, dataset: "Dataset", columns: list[str], base: str | None = None, first_row: int = 0):
+        """`first_row`: the number of the first row, for the names of images."""
+        self.columns, self._base, self._first_row = columns, "", first_row
+        self.table = dataset.select_columns(columns).with_format("arrow")
+        self._feature = dataset.features[columns[0]]
+        self._name = f"column {columns[0]!r}" if len(columns) == 1 else f"columns {columns[0]!r} to {columns[-1]!r}"
+        first = self._first()
+        self.dtype = None if first is None or first.array is None else first.array.dtype
+        self.shape = None if first is None or first.array is None else first.array.shape
+        if base is not None and first is not None and first.path and not is_address(first.path):
+            self._base = "" if os.path.exists(first.path) and not os.path.exists(_below(base, first.path)) else base
+
+    def _first(self) -> ImageFile | None:
+        """The first that is there."""
+        for start, stop in ((0, 1), (1, _ROWS)):
+            for file in self.between(start, min(stop, len(self))):
+                if file.is_there:
+                    return file
+        return None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def files_key(self) -> str:
+        """See `files_key`."""
+        edges = [0, *range(1, len(self), _ROWS), len(self)]  # the first row alone: others may hold large images
+        return files_key(self.between(start, stop) for start, stop in itertools.pairwise(edges))
+
+    def between(self, start: int, stop: int) -> list[ImageFile]:
+        """Returns the files of rows [start, stop)."""
+        return self._files(range(start, stop), self.table[start:stop])
+
+    def at(self, rows: list[int]) -> list[ImageFile]:
+        """Returns the files of any rows, in that order."""
+        return self._files(rows, self.table[rows])
+
+    def _files(self, rows: Iterable[int], table: Any) -> list[ImageFile]:
+        if len(self.columns) == 1:
+            cells = table.column(self.columns[0]).to_pylist()
+        else:
+            cells = np.stack([table.column(name).to_numpy() for name in self.columns], axis=1)
+        return [self._file(cell, f"row {row + self._first_row}, {self._name}") for row, cell in zip(rows, cells)]
+
+    def _file(self, cell: Any, place: str) -> ImageFile:
+        try:
+            content = content_of(cell, self._feature)
+        except NoImage as error:
+            return ImageFile(None, None, f"at {place}", problem=f"it is {error}")
+        if isinstance(content, np.ndarray):
+            return ImageFile(None, None, f"at {place}", content)
+        if not isinstance(content, str):
+            path = (cell.get("path") or None) if isinstance(cell, dict) and content is not None else None
+            return ImageFile(content, path, f"{path} ({place})" if path else f"at {place}")
+        path = _below(self._base, content) if self._base and not is_address(content) else content
+        shown = path if len(content) <= _LONG or os.path.lexists(path) else shortened(content)
+        return ImageFile(None, path, f"{shown} ({place})")
+
+
+def files_key(parts: Iterable[list[ImageFile]]) -> str:
+    """Returns what changes with the size or the time of change of any file on this machine that the rows name; "" where the
+    first row names none."""
+    digest = hashlib.sha256()
+    for number, files in enumerate(parts):
+        first = files[0]
+        if number == 0 and (first.path is None or first.data is not None or is_address(first.path)):
+            return ""
+        for file in files:
+            with contextlib.suppress(OSError):  # what is not there shows when it is decoded
+                status = os.stat(file.path or "")
+                digest.update(f"{file.path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def _below(base: str, path: str) -> str:
+    return posixpath.join(base, path) if is_address(base) else os.path.join(base, path)
