@@ -79,7 +79,8 @@ def given_to_network(tape: Tape, forward: list[Op]) -> list[Given]:
     found = []
     for op in forward:
         if op.trained and op in inside:
-            found += [Given(op, last) for _, last in op.reads if not last.trained and last.content and last.kind != "frozen"]
+            some = [last for _, last in op.reads if last.content or last.rows]
+            found += [Given(op, last) for last in some if not last.trained and last.kind != "frozen"]
     return found
 
 
@@ -96,7 +97,7 @@ def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
         raise Nothing("nothing-given")
     noises = noise_sources(tape, given)
     for got, candidate in _inputs(tape, given, noises):
-        if (mixture := _mixture(tape, candidate, noises)) is not None:
+        if (mixture := _mixture(tape, candidate, noises, _told_rows(tape, given, noises))) is not None:
             mixture.given = got
             mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
             _find_clean(tape, mixture, given)
@@ -163,14 +164,23 @@ def _inputs(tape: Tape, given: list[Given], noises: int) -> Iterator[tuple[Op, O
                 yield each, op
 
 
-def _mixture(tape: Tape, op: Op, noises: int) -> Mixture | None:
+def _told_rows(tape: Tape, given: list[Given], noises: int) -> int:
+    """The bits of rows with a number for each sample that the network is told: levels, and no constants."""
+    rows = 0
+    for each in given:
+        rows |= 0 if each.value.content & noises else each.value.rows
+    size = max((each.value.shape[0] for each in given if each.value.content & noises and each.value.shape), default=0)
+    return sum(1 << source.index for source in tape.sources(rows) if numel(source) == size > 1)
+
+
+def _mixture(tape: Tape, op: Op, noises: int, levels: int) -> Mixture | None:
     """The mixture that this value is, if it is one."""
     try:
         value = tape.value(op)
     except NotRecorded:
         return None
     upstream = tape.upstream(op)
-    pure = [each for each in upstream if each.content and not each.content & ~noises and each.floating]
+    pure = [each for each in upstream if each.content and not (each.content & ~noises or each.rows & levels) and each.floating]
     pure = [each for each in pure if each is not op] or pure
     for noise in reversed(pure):
         if numel(noise) not in (value.numel(), 1) and not _broadcasts(noise.shape, value.shape):
@@ -210,7 +220,7 @@ def _find_clean(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     levels = sum(1 << source.index for source in mixture.levels)
     upstream = tape.upstream(mixture.input)
     for op in reversed(upstream):
-        is_free = op.content and not op.content & (noise | levels) and not op.choice & levels
+        is_free = op.content and not op.content & noise and not op.made_of & levels
         fits = is_free and op.floating and numel(op) == mixture.value.numel()
         if not fits or op.shape[0] != mixture.size or op.kind in ("trained", "frozen"):
             continue
@@ -239,12 +249,12 @@ def _levels(tape: Tape, mixture: Mixture, given: list[Given]) -> list[Op]:
     """Small sources that the mixture is made with, and that the network is given besides; or else small draws."""
     small = [
         source
-        for source in tape.sources(mixture.input.content & ~mixture.noise.content)
+        for source in tape.sources((mixture.input.content | mixture.input.rows) & ~mixture.noise.content)
         if numel(source) <= mixture.size and source.kind in ("drawn", "data", "outside")
     ]
     told = 0
     for each in _beside(mixture, given):
-        told |= each.value.content | each.value.choice
+        told |= each.value.made_of
     known = [source for source in small if 1 << source.index & told]
     return list(dict.fromkeys([*(known or [source for source in small if source.kind == "drawn"]), *_picking(tape, mixture)]))
 
@@ -252,7 +262,7 @@ def _levels(tape: Tape, mixture: Mixture, given: list[Given]) -> list[Op]:
 def _picking(tape: Tape, mixture: Mixture) -> Iterator[Op]:
     """The draws that decide which number of a row of numbers, such as a schedule, is in the mixture."""
     for op in tape.upstream(mixture.input):
-        if op.name in PICKS and op.reads and not tape.differs(op.reads[0][1]):
+        if op.name in PICKS and op.reads and not op.reads[0][1].content:
             which = 0
             for _, last in op.reads[1:]:
                 which |= last.choice
@@ -271,9 +281,9 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     found: list[tuple[Op, tuple[Tensor, ...]]] = []
     rounded: dict[Op, bool] = {}
     for each in _beside(mixture, given):
-        if not (each.value.content | each.value.choice) & levels or any(each.value is value for value, _ in found):
+        if not each.value.made_of & levels or any(each.value is value for value, _ in found):
             continue
-        way = [op for op in tape.upstream(each.value) if (op.content | op.choice) & levels]
+        way = [op for op in tape.upstream(each.value) if op.made_of & levels]
         narrow = [op for op in _passed_by_all(way) if numel(op) in (1, mixture.size)]
         values = [tape.value(op).double().flatten() for op in reversed(narrow)]
         rounded[each.value] = any(op.dtype in (torch.float16, torch.bfloat16) for op in narrow)

@@ -228,7 +228,7 @@ def _squares(tape: Tape, root: Op, target: Target | None, size: int) -> tuple[tu
         for op in tape.upstream(root, [target.output])
         if op.name in ELEMENTWISE
         and op.index > target.output.index
-        and len({_axis(last.shape, len(op.shape), size) for _, last in op.reads if tape.differs(last)} - {None}) > 1
+        and len({_axis(last.shape, len(op.shape), size) for _, last in op.reads if last.content or last.trained} - {None}) > 1
     )
 
 

@@ -25,8 +25,9 @@ class Ref:
 class Op:
     """One operation, or one source: then `func` is None and `kind` says which.
 
-    `content` are the sources that its value is made of, as bits; `choice` those that decided which part of them. `uses` are the
-    trained parameters that it depends on. `behind` are the layers that it descends from, with none in between.
+    `content` are the sources that its value is made of, as bits; `choice` those that decided which part of them. `rows` are rows
+    of numbers from outside, as far as they were not picked from: constants, or the levels of a batch. `uses` are the trained
+    parameters that it depends on. `behind` are the layers that it descends from, with none in between.
     """
 
     index: int
@@ -43,6 +44,7 @@ class Op:
     dtype: torch.dtype | None = None
     content: int = 0
     choice: int = 0
+    rows: int = 0
     uses: int = 0
     meets: bool = False  # reads what was made of parameters alone
     behind: frozenset["Op"] = frozenset()
@@ -60,6 +62,10 @@ class Op:
     def fronts(self) -> frozenset["Op"]:
         """The layers that a reader descends from. (One that named itself would wait for Python's garbage collector.)"""
         return self.behind | {self} if self.is_layer else self.behind
+
+    @property
+    def made_of(self) -> int:
+        return self.content | self.choice | self.rows
 
     @property
     def floating(self) -> bool:

@@ -50,7 +50,6 @@ class Tape(Replay, TorchDispatchMode):
         self._origins: dict[int, Op] = {}  # the source that stood in a storage
         self._storages: dict[int, StorageWeakRef] = {}  # held, so that no address is used twice
         self._next = 0
-        self._tables = 0  # bits of sources that are rows of numbers, such as those of a schedule
         self._asked: set[Op] = set()  # fronts of what was differentiated, which is to be computed again from them
 
     def known(self, tensors: Iterable[Tensor], kind: str, load: int = -1) -> None:
@@ -78,10 +77,6 @@ class Tape(Replay, TorchDispatchMode):
         maker = self._makers.get(known[0].number) if known is not None and known[1]() is tensor else None
         writer = self._writers.get(key_of(tensor))
         return maker if writer is None or (maker is not None and maker.index > writer.index) else writer
-
-    def differs(self, op: Op) -> bool:
-        """Whether it is made of anything but constants and rows of numbers."""
-        return bool(op.content & ~self._tables) or op.trained
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -183,16 +178,18 @@ class Tape(Replay, TorchDispatchMode):
             table, *which = of_content
             for last in which:
                 op.choice |= last.choice
-                if table.content & ~self._tables == 0:  # a schedule's numbers: the value tells which was picked
+                op.rows |= last.rows
+                if table.content == 0:  # a schedule's numbers: the value tells which was picked
                     op.content |= last.content
                 else:
                     op.choice |= last.content
-            op.content |= table.content & ~self._tables
+            op.content |= table.content
             op.choice |= table.choice
             return
         for last in of_content:
             op.content |= last.content
             op.choice |= last.choice
+            op.rows |= last.rows
 
     def _draw(self, op: Op, made: list, written: list) -> None:
         """A draw is a source, unless it changes what it reads, as dropout does: then what came out is kept."""
@@ -227,8 +224,7 @@ class Tape(Replay, TorchDispatchMode):
             self.unowned += [tensor] if kind == "unowned" else []
         elif kind in ("data", "outside", "drawn"):
             is_row = kind == "outside" and tensor.is_floating_point() and tensor.numel() == max((1, *tensor.shape))
-            op.content = 1 << op.index if not is_row or tensor.numel() > 1 else 0  # a single number is a constant
-            self._tables |= op.content if is_row else 0
+            op.content, op.rows = (0, 1 << op.index) if is_row else (1 << op.index, 0)
         op.load = self._loads.get(key, -1)
         self._keep(op, tensor, is_written)
         self.ops.append(op)
