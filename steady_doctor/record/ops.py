@@ -25,8 +25,8 @@ class Ref:
 class Op:
     """One operation, or one source: then `func` is None and `kind` says which.
 
-    `content` are the sources that its value is made of, as bits; `choice` those that decided which part of them. `rows` are rows
-    of numbers from outside, as far as they were not picked from: constants, or the levels of a batch. `uses` are the trained
+    `content` are the sources that its value is made of, as bits; `choice` those that decided which part of them. `rows` are
+    rows of numbers from outside, if they were not picked from: constants, or levels of a batch. `uses` are the trained
     parameters that it depends on. `behind` are the layers that it descends from, with none in between.
     """
 
