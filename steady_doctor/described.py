@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from steady_doctor.identify.step import Pass, Step
-from steady_doctor.laws.paths import levels
+from steady_doctor.laws.paths import Levels, levels
 from steady_doctor.laws.target import asks
-from steady_doctor.laws.weight import VARIES, Weights
+from steady_doctor.laws.weight import VARIES, Weights, is_likelihood, of_image
 from steady_doctor.seen import Seen
 from steady_doctor.words import not_identified
 
@@ -16,6 +16,7 @@ PATHS = {
     "vp": "variance-preserving path",
     "flow": "straight path from images to noise",
     "ve": "images + sigma noise",
+    "sub-vp": "sub-variance-preserving path",
     "edm": "images + sigma noise, scaled for sigma_data {scale:.3g}",
     "": "unknown path",
 }
@@ -36,6 +37,7 @@ ZERO = 1e-5  # of the shares
 SAME = 0.02  # of the logarithm of a weight
 COLUMNS = ("update", "share of the image", "of the noise", "mean of the noise", "its spread")
 COLUMNS += ("image in the target", "noise in it", "rest of it", "gradient over that of the passes", "averages")
+RISES = 0.9  # of 1 less a decay, from one recorded update to the next
 FEW = 0.2  # of the averages of an update, that have a decay which is said
 
 
@@ -59,10 +61,11 @@ def _passes(seen: Seen) -> str:
     if found is None:
         return "the network gets noise, but the image in its input was not identified"
     target = TARGETS.get(asked[1].fits[0], asked[1].fits[0]) if asked is not None and asked[1].fits else "an unknown target"
-    return ", ".join([PATHS[found.kind].format(scale=found.scale), target, *_weight(seen, asked[1].fits if asked else [])])
+    weight = _weight(seen, found, asked[1].fits if asked is not None else [])
+    return ", ".join([PATHS[found.kind].format(scale=found.scale), target, *weight])
 
 
-def _weight(seen: Seen, fits: list[str]) -> list[str]:
+def _weight(seen: Seen, path: Levels, fits: list[str]) -> list[str]:
     weights = Weights(seen)
     if not len(weights):
         return []
@@ -73,13 +76,25 @@ def _weight(seen: Seen, fits: list[str]) -> list[str]:
         ratio = weights.log_weight - (weights.snr.clamp(max=gamma) / divisor).clamp(min=1e-30).log()
         if float(ratio.max() - ratio.min()) < SAME:
             return [f"min-SNR {gamma}"]
+    factor = of_image(fits[0], weights.snr, path.kind, path.scale) if fits else None
+    if factor is not None and is_likelihood(weights, weights.log_weight + factor.log()):
+        return ["errors weighed as in the likelihood"]
     return ["errors weighed unequally"]
 
 
 def _averages(seen: Seen) -> str:
-    decays = [_decay(one.keep) for step in seen.steps[-1:] for one in step.update.averages if 0 < one.keep < 1]
-    said = [decay for decay in dict.fromkeys(decays) if decays.count(decay) > FEW * len(decays)]
-    return f"averages of {' and '.join(said)}" if said else ""
+    """Those of the last recorded update; a decay that rises, as with a warm-up, is another one later."""
+    said = [_said(step) for step in seen.steps[-2:]]
+    if not said or not said[-1]:
+        return ""
+    single = [float(decays[0]) for decays in said if len(decays) == 1]
+    rises = len(single) == 2 and 1 - single[1] < RISES * (1 - single[0])
+    return f"averages of {' and '.join(said[-1])}{' so far' * rises}"
+
+
+def _said(step: Step) -> list[str]:
+    decays = [_decay(one.keep) for one in step.update.averages if 0 < one.keep < 1]
+    return [decay for decay in dict.fromkeys(decays) if decays.count(decay) > FEW * len(decays)]
 
 
 def _decay(keep: float) -> str:

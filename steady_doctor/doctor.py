@@ -56,6 +56,7 @@ class Doctor:
             self.seen.steps.clear()
             return
         self.seen.options, self.seen.asked_numbers = self._options.values(), self._options.numbers()
+        self.seen.asked_words = self._options.words()
         if not self.seen.steps:
             self.seen.predictions, self.seen.alphas_cumprod = declared()
             self.optimizer = type(recorded.optimizer).__name__
@@ -76,13 +77,15 @@ class Doctor:
 
 
 def owner_of(parameters: list[Tensor]) -> str:
-    """Returns the class of the smallest module that has most of these; empty where no module has any."""
-    trained, best, name = {id(parameter) for parameter in parameters}, (0, 0), ""
+    """Returns the class of the smallest module that has most of these, rather than of a list of modules; empty where no module
+    has any."""
+    trained, best, name = {id(parameter) for parameter in parameters}, (0, False, 0), ""
     for module in gc.get_objects():
         if issubclass(type(module), nn.Module):  # isinstance would ask stand-ins of other libraries, which then import them
             with contextlib.suppress(Exception):  # one that is not complete
                 own = [id(parameter) in trained for parameter in nn.Module.parameters(module)]
-                rank = sum(own), -len(list(nn.Module.modules(module)))
+                is_list = type(module).__module__ == nn.ModuleList.__module__
+                rank = sum(own), not is_list, -len(list(nn.Module.modules(module)))
                 if rank[0] and rank > best:
                     best, name = rank, type(module).__name__
     return name

@@ -25,6 +25,7 @@ class Seen:
     ranks: dict[int, list[dict[str, str]]] = field(default_factory=dict)  # of updates: digests of what each process had
     options: dict[str, Any] = field(default_factory=dict)  # that the user gave the script, by name
     asked_numbers: set[float] = field(default_factory=set)  # among them, and on the command line
+    asked_words: str = ""  # all that, and the command line, in small letters and digits alone
     predictions: set[str] = field(default_factory=set)  # prediction types of the script's noise schedulers (diffusers')
     alphas_cumprod: list[Tensor] = field(default_factory=list)  # their different tables, [T] each, in float64
     ended: bool = False  # the script came to its own end: what has not happened by now will not

@@ -9,10 +9,10 @@ from steady_doctor.record.ops import Write
 from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.samples import Samples
 
-MOVED = 1e-6  # of a tensor's size: a smaller distance tells no direction
 EXACT = 1e-3  # of the distance, that may remain of a straight line between two float32 tensors
 ROUNDING = 1e-6  # of a tensor's size
 FLOAT32 = 2.0**-24  # of a number
+MOVED = 2 * FLOAT32 / EXACT  # of a tensor's size: a smaller distance is not known to EXACT, and so is no share of it
 FEWEST = 4  # numbers that tell two shares
 OTHER_SUM = 1e-3  # of two shares, by which they are not 1 together
 

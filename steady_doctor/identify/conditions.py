@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from steady_doctor.identify.mixture import Mixture
-from steady_doctor.identify.rows import alike, is_value, origins, without
+from steady_doctor.identify.rows import alike, is_value, origins, with_a_row_each, without
 from steady_doctor.record.ops import Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
 
 REPLACES = {"where", "masked_fill", "masked_fill_", "index_put_", "index_fill_"}
-FORMS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "clone", "alias", "_to_copy", "transpose", "permute", "squeeze"}
 MOST_CLASSES = 4096
 
 
@@ -57,7 +56,7 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
     for at, value in _met(tape, end, by_layers_alone=output is None):
         if at.index <= before:
             continue
-        value = _with_a_row_each(value, mixture.size)
+        value = with_a_row_each(value, {mixture.size})
         if value not in of_image:
             values.setdefault(value, ([], False))[0].append(at)
     for value in [] if before else _joined(tape, mixture):
@@ -108,13 +107,6 @@ def _met(tape: Tape, output: Op, by_layers_alone: bool) -> Iterator[tuple[Op, Op
             first = not last.fronts and not last.meets
             if is_value(number, last) and last.content and (first or (at.trained and not last.trained and last.kind == "op")):
                 yield at, last
-
-
-def _with_a_row_each(value: Op, size: int) -> Op:
-    """A linear layer puts all tokens of a batch in one axis: what it was before."""
-    while value.shape[:1] != (size,) and value.name in FORMS and value.reads and is_value(*value.reads[0]):
-        value = value.reads[0][1]
-    return value
 
 
 def _joined(tape: Tape, mixture: Mixture) -> Iterator[Op]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from steady_doctor.identify.fit import fit
+from steady_doctor.identify.rows import with_a_row_each
 from steady_doctor.record.ops import PARAMETERS, PICKS, Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
@@ -20,6 +21,7 @@ LEAST_PART = 0.02  # of the elements that noise reaches: a mask may leave out th
 LOOKED_AT = 33  # rows of a table of noise levels
 PART = 4  # of the numbers of one sample that a draw has at the least, to be noise: a quarter
 LEAST = 64  # numbers of noise
+NEAR = 1e-3  # of a level, by which it is moved
 
 
 @dataclass
@@ -54,8 +56,14 @@ class Mixture:
     index_range: tuple[int, int] | None = None  # of the draw that it is
     index: Tensor | None = None  # [B]: the row of a table that the shares come from
     table: Tensor | None = None  # [3, rows looked at]: row, a, b
+    growth: Tensor | None = None  # [B]: of the logarithm of (a / b)^2, with a level that is drawn as a number of its own
     behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
     given: Op | None = None  # what the network gets: the mixture itself, or what was made of it
+
+    @property
+    def image(self) -> int:
+        """The sources of the clean image, as bits."""
+        return 0 if self.clean is None else self.clean.content
 
     @property
     def size(self) -> int:
@@ -92,7 +100,7 @@ def _is_layer(op: Op) -> bool:
 
 def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
     """Raises Nothing."""
-    given = given_to_network(tape, forward)
+    given = _with_samples(tape, given_to_network(tape, forward))
     if not given:
         raise Nothing("nothing-given")
     noises = noise_sources(tape, given)
@@ -103,8 +111,16 @@ def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
             _find_clean(tape, mixture, given)
             find_told(tape, mixture, given)
             _find_table(tape, mixture)
+            _find_growth(tape, mixture)
             return mixture
     raise Nothing("no-noise" if not noises else "noise-not-linear")
+
+
+def _with_samples(tape: Tape, given: list[Given]) -> list[Given]:
+    """The same, with samples along the first axis, as what they are made of has."""
+    sources = [source for each in given for source in tape.sources(each.value.content) if len(source.shape) > 1]
+    sizes = {source.shape[0] for source in sources if source.floating}
+    return [Given(each.at, with_a_row_each(each.value, sizes)) for each in given]
 
 
 def noise_sources(tape: Tape, given: list[Given]) -> int:
@@ -233,9 +249,24 @@ def _find_clean(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
             a, offset, left = _multiple_and_constant(rest, value, mixture.where)
         if float(left.max()) < LINEAR and float(a.abs().max()) > 0:
             mixture.clean, mixture.clean_value, mixture.a, mixture.offset = op, value, a, offset
+            _share_of_nothing(tape, mixture)
             break
-    extra = mixture.input.content & ~noise & ~levels & ~(mixture.clean.content if mixture.clean else 0)
+    extra = mixture.input.content & ~noise & ~levels & ~mixture.image
     mixture.extra = tuple(source for source in tape.sources(extra) if source.kind == "drawn")
+
+
+def _share_of_nothing(tape: Tape, mixture: Mixture) -> None:
+    """Of images that are 0 wherever noise reaches them, the share is that of another image in their place."""
+    if mixture.clean_value is not None and mixture.a is not None:
+        is_nothing = ~(mixture.clean_value * mixture.where).flatten(1).any(1)
+        if bool(is_nothing.any()):
+            mixture.a = torch.where(is_nothing, _shares_at(tape, mixture, {})[0], mixture.a)
+
+
+def _something(mixture: Mixture, image: Tensor) -> Tensor:
+    """The images, and 1 in place of those that are 0 wherever noise reaches them."""
+    is_nothing = ~(image * mixture.where).flatten(1).any(1)
+    return image.masked_fill(is_nothing.reshape(-1, *[1] * (image.ndim - 1)), 1.0)
 
 
 def _multiple_and_constant(y: Tensor, x: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -342,6 +373,20 @@ def _find_table(tape: Tape, mixture: Mixture) -> None:
         return
 
 
+def _find_growth(tape: Tape, mixture: Mixture) -> None:
+    """From the shares at levels that are a little higher and lower."""
+    if mixture.clean_value is None or len(mixture.levels) != 1:
+        return
+    level = mixture.levels[0]
+    if not level.floating or level.kind != "drawn" or numel(level) != mixture.size:
+        return
+    value = tape.value(level)
+    step = NEAR * value.abs().clamp(min=NEAR)
+    ends = [_shares_at(tape, mixture, {level: moved}, exact=True) for moved in (value.double() + step, value.double() - step)]
+    (a, b), (other_a, other_b) = ends
+    mixture.growth = 2 * (a * other_b / (b * other_a)).abs().log() / (2 * step.double().flatten())
+
+
 def _range_of(op: Op, tape: Tape) -> tuple[int, int] | None:
     """The numbers from which a whole number was drawn, where nothing but its shape was changed since."""
     ways = [
@@ -353,12 +398,15 @@ def _range_of(op: Op, tape: Tape) -> tuple[int, int] | None:
     return (low_or_high, more[0]) if more else (0, low_or_high)
 
 
-def _shares_at(tape: Tape, mixture: Mixture, instead: dict[Op, Tensor]) -> tuple[Tensor, Tensor]:
-    """The shares of image and noise with other values instead."""
+def _shares_at(tape: Tape, mixture: Mixture, instead: dict[Op, Tensor], exact: bool = False) -> tuple[Tensor, Tensor]:
+    """The shares of image and noise with other values instead; `exact`: in float64."""
+    image = None if mixture.clean_value is None else _something(mixture, mixture.clean_value)
+    if image is not None and mixture.clean is not None:
+        instead = {mixture.clean: image.reshape(mixture.clean.shape)} | instead
     zero = {mixture.noise: torch.zeros_like(tape.value(mixture.noise))}
-    rest = tape.value(mixture.input, instead | zero) * mixture.where
-    share = tape.value(mixture.input, instead) * mixture.where - rest
+    rest = tape.value(mixture.input, instead | zero, exact=exact) * mixture.where
+    share = tape.value(mixture.input, instead, exact=exact) * mixture.where - rest
     b = multiple(share, mixture.noise_value * mixture.where)[0]
-    if mixture.clean_value is None:
+    if image is None:
         return torch.zeros_like(b), b
-    return multiple(rest, mixture.clean_value * mixture.where)[0], b
+    return multiple(rest, image * mixture.where)[0], b

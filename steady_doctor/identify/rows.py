@@ -1,5 +1,7 @@
 """Which row of a source each row of a value is made of: rows of the source are exchanged, and what changes is seen."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from steady_doctor.record.tape import Tape
 MOST_ROWS, MOST_NUMBERS = 4096, 1 << 22  # of a source; it is copied for each look
 LOOKS = 4  # rows that are tried in place of each row
 UNKNOWN, SEVERAL = -1, -2
+FORMS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "clone", "alias", "_to_copy", "transpose", "permute", "squeeze"}
 
 
 def origins(tape: Tape, op: Op, source: Op) -> Tensor | None:
@@ -48,6 +51,17 @@ def alike(rows: Tensor) -> bool:
 def is_value(number: int, op: Op) -> bool:
     """Whether this is the tensor that computing `op` again gives: of several outputs the first."""
     return len(op.outs) < 2 or number == op.result
+
+
+def with_a_row_each(value: Op, sizes: Collection[int]) -> Op:
+    """Returns what the value was before a linear layer put all tokens of a batch in one axis: its last form of one of these
+    sizes, or the value itself."""
+    before = value
+    while before.shape[:1] not in [(size,) for size in sizes]:
+        if before.name not in FORMS or not before.reads or not is_value(*before.reads[0]):
+            return value
+        before = before.reads[0][1]
+    return before
 
 
 def readers_of_data(tape: Tape, op: Op) -> list[Op]:

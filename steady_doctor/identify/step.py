@@ -46,6 +46,7 @@ class Mixed:
     table: Tensor | None = None  # [3, rows]: row, a, b
     embedding: Figures | None = None  # of the noise level, as it meets the network's parameters
     only_noise: bool = False  # nothing is left of the input without the noise
+    growth: Tensor | None = None  # of the logarithm of (a / b)^2 with the level that is drawn
     behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
     noised: float = 0.0  # the share of the clean image that is a draw of its own
     changed_by: tuple[str, ...] = ()  # operations other than a change of shape or scale, between the mixture and the network
@@ -64,6 +65,7 @@ class Asked:
     seen: Tensor | None = None  # whether enough numbers of this sample count
     slope: Tensor | None = None  # how much an error of each sample counts: the largest second derivative of the loss
     even: float | None = None  # the smallest slope within a sample, over the largest
+    masked: bool = False  # of a sample that counts, some numbers do not
     each: int = 1  # numbers of one sample of the output
     skips: bool = False  # an image is added to the output before it is compared
     by_image: bool = False  # the image itself decides which of its errors count
@@ -172,6 +174,7 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
         mixture.table,
         None if mixture.embedding is None else Figures.of(mixture.embedding),
         mixture.only_noise,
+        mixture.growth,
         mixture.behind_frozen,
         _noised(tape, mixture),
         _changed_by(tape, mixture),
@@ -215,6 +218,7 @@ def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
         asked.slope, asked.each = slope.amax(1), slope.shape[1]
         asked.even = float((slope.amin(1) / asked.slope.clamp(min=1e-30)).min())
         asked.by_others = by_others(tape, root, mixture, target)
+        asked.masked = bool(((slope.amin(1) == 0) & (asked.slope > 0)).any())
         asked.by_image = asked.even < EVEN and by_image(tape, root, mixture, target)
     return asked
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from steady_doctor.identify.fit import fit
 from steady_doctor.identify.mixture import LINEAR, Mixture, numel
-from steady_doctor.record.ops import Op
+from steady_doctor.record.ops import PARAMETERS, Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
 
@@ -30,7 +30,7 @@ class Target:
     p: Tensor | None = None  # target = p clean + q noise, [B]
     q: Tensor | None = None
     rest: Tensor | None = None  # the share of the target that is neither, [B]
-    skips: bool = False  # an image is added to the output before it is compared
+    skips: bool = False  # an image is added to the output before it is compared, or the noised one is taken off the target
     seen: Tensor | None = None  # samples of which enough elements count, [B]
 
 
@@ -41,12 +41,13 @@ def find_output(tape: Tape, root: Op, mixture: Mixture) -> Op | None:
     """
     noise, size = mixture.noise.content, mixture.value.numel()
     layers = [op for op in root.fronts if op.content & noise and torch.Size(op.shape).numel() >= size]
-    return _where_all_end(tape, root, layers, size) if layers else None
+    return _where_all_end(tape, root, mixture, layers) if layers else None
 
 
-def _where_all_end(tape: Tape, root: Op, layers: list[Op], size: int) -> Op | None:
+def _where_all_end(tape: Tape, root: Op, mixture: Mixture, layers: list[Op]) -> Op | None:
+    size = mixture.value.numel()
     if len(layers) == 1 and layers[0].trained:
-        return layers[0]
+        return _with_gates(tape, root, mixture, layers[0])
     followed: dict[Op, int] = {}  # the last operation that reads this one
     inside = set(layers)
     for op in tape.upstream(root, layers):
@@ -63,8 +64,8 @@ def _where_all_end(tape: Tape, root: Op, layers: list[Op], size: int) -> Op | No
         ours = [last for last in sides if _learns(tape, last, layers)]
         if op.name in COMPARES and len(ours) == 1 < len(sides):  # two networks are compared
             way = set(tape.upstream(ours[0]))
-            return _where_all_end(tape, root, [layer for layer in layers if layer in way], size)
-        return op
+            return _where_all_end(tape, root, mixture, [layer for layer in layers if layer in way])
+        return _with_gates(tape, root, mixture, op)
     return None
 
 
@@ -72,6 +73,21 @@ def _learns(tape: Tape, op: Op, layers: list[Op]) -> bool:
     """Whether a gradient comes back from here to the layers."""
     way = [op, *tape.upstream(op, layers)]
     return op.trained and all(each.with_grad and each.name != "detach" for each in way if each.trained and each.kind == "op")
+
+
+def _with_gates(tape: Tape, root: Op, mixture: Mixture, layer: Op) -> Op:
+    """What else the network does to its last layer: it multiplies and adds what other layers made, and adds its own input."""
+    inside, output, own, noise = {layer}, layer, {mixture.input, mixture.given}, mixture.noise.content
+    for op in (op for op in tape.upstream(root, [layer]) if any(need in inside for need in op.needs)):
+        others = [last for _, last in op.reads if last not in inside]
+        is_network = all(
+            last in own or last.kind in PARAMETERS or (last.trained and not last.content & noise) for last in others
+        )
+        if not is_network or torch.Size(op.shape).numel() != torch.Size(layer.shape).numel():
+            break
+        inside.add(op)
+        output = op if others else output
+    return output
 
 
 def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
@@ -102,7 +118,7 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
         if wanted is None:
             return Target(output, layers, "none")
         found = Target(output, layers, "operand", wanted)
-    found.skips = _skips(tape, root, output)
+    found.skips = _skips(tape, root, output, mixture)
     _as_images(tape, root, mixture, found, wanted)
     if found.value is not None and found.value.shape == mixture.value.shape and mixture.clean_value is not None:
         _shares(tape, mixture, found.value, found)
@@ -153,8 +169,11 @@ def _comparisons(tape: Tape, root: Op, output: Op) -> Iterator[tuple[Op, Op]]:
                 yield ours, other
 
 
-def _skips(tape: Tape, root: Op, output: Op) -> bool:
-    for ours, _ in _comparisons(tape, root, output):
+def _skips(tape: Tape, root: Op, output: Op, mixture: Mixture) -> bool:
+    noised = {op for op in tape.upstream(mixture.input) if op.content & mixture.noise.content and op.content & mixture.image}
+    for ours, other in _comparisons(tape, root, output):
+        if noised & set(tape.upstream(other)):
+            return True
         size = torch.Size(ours.shape).numel()
         after = [op for op in tape.upstream(ours, [output]) if op.index > output.index and op.trained]
         beside = [last for op in after for _, last in op.reads if not last.trained]
@@ -164,20 +183,26 @@ def _skips(tape: Tape, root: Op, output: Op) -> bool:
 
 def _as_images(tape: Tape, root: Op, mixture: Mixture, target: Target, value: Tensor) -> None:
     """Puts a transformer's patches back as the script does, and leaves out channels of a learned variance."""
-    shape = mixture.value.shape
-    if value.shape == shape:
-        return
-    if value.numel() == mixture.value.numel():
-        later = [op for op in tape.upstream(root) if op.index > target.output.index and op.shape == tuple(shape)]
+    shape = tuple(mixture.value.shape)
+    with_variance = (shape[0], 2 * shape[1], *shape[2:])
+    if value.shape not in (shape, with_variance) and target.kind == "squared":
+        forms = [_without_ones(form) for form in (shape, with_variance) if torch.Size(form).numel() == value.numel()]
+        later = [op for op in tape.upstream(root) if op.index > target.output.index and _without_ones(op.shape) in forms]
         after = next((op for op in later if target.output in tape.upstream(op)), None)
-        if after is not None and target.kind == "squared":
-            like = torch.float32 if not value.is_floating_point() else value.dtype
-            target.value = tape.value(after, {target.output: value.to(like)}).double()
-            if target.slope is not None:
-                target.slope = tape.value(after, {target.output: target.slope.to(like)}).double()
-    elif value.ndim == len(shape) and value.shape[1] == 2 * shape[1]:
+        if after is None:
+            return
+        form = with_variance if value.numel() > mixture.value.numel() else shape
+        like = torch.float32 if not value.is_floating_point() else value.dtype
+        target.value = value = tape.value(after, {target.output: value.to(like)}).double().reshape(form)
+        if target.slope is not None:
+            target.slope = tape.value(after, {target.output: target.slope.to(like)}).double().reshape(form)
+    if value.shape == with_variance:
         target.value = value[:, : shape[1]]
         target.slope = None if target.slope is None else target.slope[:, : shape[1]]
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def _shares(tape: Tape, mixture: Mixture, value: Tensor, target: Target) -> None:

@@ -124,9 +124,11 @@ def order(seen: Seen) -> Iterator[Found]:
     """Each pass over the data begins with other images."""
     for key in {one.batch.dataset for _, one in seen.mixed() if one.batch is not None} & set(seen.begins):
         begins = seen.begins[key]
+        if len(begins) < 2:  # none where the batches hold no images, but signals
+            continue
         first, *others = begins
         size, rows = len(first), seen.dataset_rows.get(key, 0)
-        if not others or rows < 2 * size or len(set(first)) < 2:
+        if rows < 2 * size or len(set(first)) < 2:
             continue
         alike = all(len(one) == size and torch.allclose(torch.tensor(one), torch.tensor(first), 1e-5, 1e-7) for one in others)
         if alike and size >= 4:

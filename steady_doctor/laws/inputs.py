@@ -26,6 +26,13 @@ def path(seen: Seen) -> Iterator[Found]:
         yield Found("input-path", seen.mixed()[0][0], {"pairs": pairs})
 
 
+def sub_vp(seen: Seen) -> Iterator[Found]:
+    """A path that some mean, and that a forgotten square root makes of another one."""
+    found = levels(seen)
+    if found is not None and found.kind == "sub-vp" and "subvp" not in seen.asked_words:
+        yield Found("input-sub-vp", seen.mixed()[0][0])
+
+
 def nothing(seen: Seen) -> Iterator[Found]:
     for update, one in seen.mixed():
         if one.mixture.clean is None and float(one.mixture.input.std) > 0 and one.mixture.only_noise:
@@ -103,7 +110,7 @@ def schedule(seen: Seen) -> Iterator[Found]:
         table = one.mixture.table
         if table is None or one.mixture.a is None:
             continue
-        _, a, b = table
+        a, b = table[1:] / table[1:].norm(dim=0).clamp(min=1e-30)  # exploding ones beside their spread
         if bool((a[1:] > a[:-1] + 1e-4).any()) and bool((a[1:] < a[:-1] - 1e-4).any()):
             continue
         first, last = (0, -1) if a[0] > a[-1] else (-1, 0)
@@ -122,4 +129,4 @@ def spread(seen: Seen) -> Iterator[Found]:
             yield Found("input-spread", update)
 
 
-LAWS = (spread, clean, of_scheduler, path, unscaled, no_noise, nothing, signs, changed, twice, schedule)
+LAWS = (spread, clean, of_scheduler, path, sub_vp, unscaled, no_noise, nothing, signs, changed, twice, schedule)

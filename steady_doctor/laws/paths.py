@@ -16,7 +16,8 @@ LEAST = 4  # samples, before a path is told
 class Levels:
     """Of all samples that were seen, in float64.
 
-    `kind`: "vp", a^2 + b^2 = 1; "flow", a + b = 1; "ve", a = 1; "edm", that times 1 / sqrt(sigma^2 + sigma_data^2); or "".
+    `kind`: "vp", a^2 + b^2 = 1; "sub-vp", a^2 + b = 1; "flow", a + b = 1; "ve", a = 1; "edm", that times
+    1 / sqrt(sigma^2 + sigma_data^2); or "".
     """
 
     a: Tensor
@@ -59,6 +60,8 @@ def kind_of(a: Tensor, b: Tensor, close: float = CLOSE) -> tuple[str, float]:
         return "vp", 1.0
     if near(a + b, one):
         return "flow", 1.0
+    if near(a * a + b, one):
+        return "sub-vp", 1.0
     if float(a.max() - a.min()) > 0.05 and float(a.max()) > 0.1:
         left = float(((a + b - 1) / a)[a > 0.1].median())
         if 0 < left < MOST_LEFT and near(a * (1 - left) + b, one):

@@ -1,5 +1,6 @@
 """Whether errors count by the noise level of their image alone, as one of the known weightings has it."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -21,20 +22,23 @@ STEEPEST = {
 
 
 class Weights:
-    """How much an error counts, and at which signal-to-noise ratio, of all samples in the order of the latter."""
+    """How much an error counts, and at which signal-to-noise ratio, of the samples in the order of the latter.
+
+    Of batches of the most usual size: in the mean over a smaller one, such as the last of an epoch, each error counts more.
+    """
 
     def __init__(self, seen: Seen):
-        rows = []
+        rows: dict[int, list[Tensor]] = defaultdict(list)  # by the size of the batch
         for _, one in seen.mixed():
             mixture, target = one.mixture, one.target
             if mixture.a is None or target is None or target.slope is None or target.by_network:
                 continue
             if target.even is not None and target.even > EVEN:
                 snr = (mixture.a / mixture.b.clamp(min=1e-12)).square()
-                rows.append(torch.stack([snr, target.slope * mixture.size / one.mixture.size]))
-        both = torch.cat(rows, 1) if rows else torch.zeros(2, 0)
-        both = both[:, torch.argsort(both[0])]
-        self.snr, self.slope = both
+                growth = torch.full_like(snr, torch.nan) if mixture.growth is None else mixture.growth
+                rows[mixture.size].append(torch.stack([snr, target.slope, growth]))
+        columns = torch.cat(max(rows.values(), key=len), 1) if rows else torch.zeros(3, 0)
+        self.snr, self.slope, self.growth = columns[:, torch.argsort(columns[0])]
         self.log_snr, self.log_weight = self.snr.clamp(1e-8, 1e8).log(), self.slope.clamp(min=1e-30).log()
 
     def __len__(self) -> int:
@@ -58,10 +62,12 @@ def form(seen: Seen) -> Iterator[Found]:
     if asked is None or found is None or not asked[1].fits or len(weights) < 12 or any(by_level(seen)):
         return
     update, fits = asked[0], asked[1].fits[0]
-    factor = _of_image(fits, weights.snr, found.kind, found.scale)
+    factor = of_image(fits, weights.snr, found.kind, found.scale)
     if factor is None or weights.range < VARIES:
         return
     in_image = weights.log_weight + factor.log()
+    if is_likelihood(weights, in_image):
+        return
     slope = _steepness(weights.log_snr, in_image)
     name = _known_slip(fits, weights)
     if name:
@@ -70,7 +76,17 @@ def form(seen: Seen) -> Iterator[Found]:
         yield Found("weight-form", update, {"slope": slope, "target": fits})
 
 
-def _of_image(target: str, snr: Tensor, kind: str, scale: float) -> Tensor | None:
+def is_likelihood(weights: Weights, in_image: Tensor) -> bool:
+    """Whether the error in the image counts as in the bound of the likelihood: as the SNR changes with the time that is drawn.
+
+    Args:
+        in_image: logarithm of the weight of that error, [samples].
+    """
+    ratio = in_image - (weights.snr * weights.growth.abs()).log()
+    return bool(torch.isfinite(ratio).all()) and float(ratio.max() - ratio.min()) < VARIES
+
+
+def of_image(target: str, snr: Tensor, kind: str, scale: float) -> Tensor | None:
     """The square of the target's error over that of the image."""
     one = torch.ones_like(snr)
     if target == "sample":
@@ -120,8 +136,8 @@ def left_out(seen: Seen) -> Iterator[Found]:
     """An image counts if those of the next levels on both sides do; at an end of the path a weight may come down to nothing."""
     for update, one in seen.mixed():
         mixture, target = one.mixture, one.target
-        if target is None or target.slope is None or target.by_network or mixture.a is None:
-            continue
+        if target is None or target.slope is None or target.by_network or target.masked or mixture.a is None:
+            continue  # a mask may leave nothing of a sample
         slope = target.slope[torch.argsort(mixture.a / mixture.b.clamp(min=1e-12))]
         without = slope <= 1e-6 * slope.max()
         inner = [

@@ -24,6 +24,11 @@ class Options:
         """Names and values, as they are now."""
         return {name: value for namespace in self._made for name, value in vars(namespace).items()}
 
+    def words(self) -> str:
+        """All of them and the command line, in small letters and digits alone."""
+        said = " ".join([*sys.argv[1:], *(f"{name} {value}" for name, value in self.values().items())])
+        return "".join(letter for letter in said.lower() if letter.isalnum() or letter == " ")
+
     def numbers(self) -> set[float]:
         """All numbers among them, and on the command line."""
         found = {float(value) for value in self.values().values() if isinstance(value, (int, float))}

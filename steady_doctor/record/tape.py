@@ -20,6 +20,7 @@ from steady_doctor.record.replay import Replay
 from steady_doctor.record.samples import sample
 
 COPIED = 1 << 26  # elements of a source that are copied at the most; a larger one is kept by reference
+LISTED = 4096  # whole numbers that a list has at the most
 MUCH = 16  # times smaller than the layer before: not a layer that follows it
 OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_", "log_normal_"}
 
@@ -224,7 +225,7 @@ class Tape(Replay, TorchDispatchMode):
             self.unowned += [tensor] if kind == "unowned" else []
         elif kind in ("data", "outside", "drawn"):
             is_row = kind == "outside" and tensor.is_floating_point() and tensor.numel() == max((1, *tensor.shape))
-            op.content, op.rows = (0, 1 << op.index) if is_row else (1 << op.index, 0)
+            op.content, op.rows = (0, 1 << op.index) if is_row else (self._same(op, tensor) or 1 << op.index, 0)
         op.load = self._loads.get(key, -1)
         self._keep(op, tensor, is_written)
         self.ops.append(op)
@@ -232,6 +233,15 @@ class Tape(Replay, TorchDispatchMode):
         self._writers.setdefault(key, op)
         self._origins.setdefault(key, op)
         return op
+
+    def _same(self, op: Op, tensor: Tensor) -> int:
+        """The bit of an earlier source of whole numbers with the same values: a list that picks from several tables becomes a
+        tensor for each."""
+        if op.kind != "outside" or tensor.is_floating_point() or not 1 < tensor.numel() <= LISTED:
+            return 0
+        earlier = (one for one in self.ops if one.kind == "outside" and one.shape == op.shape and one.dtype == op.dtype)
+        known = ((one, self.values.get(one.index)) for one in earlier)
+        return next((one.content for one, value in known if value is not None and torch.equal(value, tensor)), 0)
 
     def _keep(self, op: Op, tensor: Tensor, is_written: bool) -> None:
         tensor = tensor.detach()
