@@ -81,7 +81,10 @@ def _with_gates(tape: Tape, root: Op, mixture: Mixture, layer: Op) -> Op:
     for op in (op for op in tape.upstream(root, [layer]) if any(need in inside for need in op.needs)):
         others = [last for _, last in op.reads if last not in inside]
         is_network = all(
-            last in own or last.kind in PARAMETERS or (last.trained and not last.content & noise) for last in others
+            (last in own and op.name in ("add", "add_"))
+            or last.kind in PARAMETERS
+            or (last.trained and not last.content & noise)
+            for last in others
         )
         if not is_network or torch.Size(op.shape).numel() != torch.Size(layer.shape).numel():
             break
