@@ -365,9 +365,12 @@ def _find_table(tape: Tape, mixture: Mixture) -> None:
         mixture.index, mixture.index_range = index.flatten(), _range_of(which[0], tape)
         chosen = torch.linspace(0, rows - 1, LOOKED_AT).round().to(index)
         shares = []
-        for some in chosen.split(mixture.size):
-            instead = torch.cat([some, some[-1:].expand(mixture.size - len(some))]).reshape(index.shape)
-            shares.append([share[: len(some)] for share in _shares_at(tape, mixture, {which[0]: instead})])
+        try:
+            for some in chosen.split(mixture.size):
+                instead = torch.cat([some, some[-1:].expand(mixture.size - len(some))]).reshape(index.shape)
+                shares.append([share[: len(some)] for share in _shares_at(tape, mixture, {which[0]: instead})])
+        except NotRecorded:  # the row after it is picked, too
+            return
         a, b = (torch.cat(list(one)) for one in zip(*shares))
         mixture.table = torch.stack([chosen.double(), a, b])
         return

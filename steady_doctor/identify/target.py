@@ -270,5 +270,8 @@ def _slopes(tape: Tape, root: Op, target: Target, instead: dict[Op, Tensor]) -> 
     if target.slope is None:
         return None
     value = tape.value(target.output).double()
-    here, above = (gradient_of(tape, root, target.output, v, instead) for v in (value, value + _step(value)))
+    try:
+        here, above = (gradient_of(tape, root, target.output, v, instead) for v in (value, value + _step(value)))
+    except NotRecorded:
+        return None
     return None if here is None or above is None else ((above - here) / _step(value)).abs()

@@ -69,7 +69,7 @@ class Replay:
             exact: in float64 what the script did in float32, from the values that it had.
 
         Raises:
-            NotRecorded: something on the way was not kept, and cannot be repeated.
+            NotRecorded: something on the way was not kept, and cannot be repeated, or does not take the values `instead`.
         """
         instead = instead or {}
         given = instead if anew else self.held | instead
@@ -91,7 +91,10 @@ class Replay:
                     tensors[each.result] = tensors[each.args[0].number]
                 else:
                     arguments = _filled(each.args, tensors, precise), _filled(each.kwargs, tensors, precise)
-                    result = each.func(*arguments[0], **arguments[1])
+                    try:
+                        result = each.func(*arguments[0], **arguments[1])
+                    except (IndexError, RuntimeError) as error:
+                        raise NotRecorded(f"{each.name} does not take these values") from error
                     tensors.update(zip(each.outs, tensors_in(result)))
         return tensors[op.result]
 
