@@ -1,0 +1,121 @@
+"""Some of the images were changed: turned, inverted, enlarged, damaged; each change of a table is asked about in the same way."""
+
+import io
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from PIL import Image
+
+from utils.diagnostics.data_checks.recognition import blended, contradictions, describe, held_out_scores
+from utils.diagnostics.data_checks.sample import NEARLY_PLAIN, Sample, Seen, gray
+
+MOST = 400  # images that are asked about, evenly chosen
+EXPECTED = 0.01
+Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
+
+
+def _paler(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.rint(127.5 + (images - 127.5) * rng.uniform(0.4, 0.6, (len(images), 1, 1, 1))).astype(np.uint8)
+
+
+def _darker(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.rint(images * rng.uniform(0.4, 0.6, (len(images), 1, 1, 1))).astype(np.uint8)
+
+
+def _quarter_turn(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.where(rng.random((len(images), 1, 1, 1)) < 0.5, np.rot90(images, 1, (1, 2)), np.rot90(images, 3, (1, 2)))
+
+
+def _without_color(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.rint(gray(images))[..., None].repeat(3, -1).astype(np.uint8)
+
+
+def _each(images: np.ndarray, change: Callable[[Image.Image], Image.Image]) -> np.ndarray:
+    flat = images[..., 0] if images.shape[-1] == 1 else images
+    return np.stack([np.asarray(change(Image.fromarray(image))) for image in flat]).reshape(images.shape)
+
+
+def _enlarged(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    filters = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)
+
+    def change(image: Image.Image) -> Image.Image:
+        half = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+        return half.resize(image.size, filters[rng.integers(2)])
+
+    return _each(images, change)
+
+
+def _compressed(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def change(image: Image.Image) -> Image.Image:
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=int(rng.integers(4, 12)))
+        return Image.open(file)
+
+    return _each(images, change)
+
+
+def _with_wrong_bits(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    shares = np.exp(rng.uniform(np.log(0.01), np.log(0.1), (len(images), 1, 1, 1)))
+    bits = np.left_shift(1, rng.integers(4, 8, images.shape)).astype(np.uint8)
+    return np.where(rng.random(images.shape) < shares, images ^ bits, images)
+
+
+def _torn(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The lower part moved to the side, and most often of another color, as when bits of a JPEG file are lost."""
+    torn = images.astype(np.int16)
+    for image in torn:
+        height, width, channels = image.shape
+        lower = image[rng.integers(height // 5, max(height // 5, height * 4 // 5) + 1) :]
+        lower[:] = np.roll(lower, rng.integers(width), 1) + rng.integers(-70, 71, channels) * (rng.random() < 0.7)
+    return np.clip(torn, 0, 255).astype(np.uint8)
+
+
+CHANGES: dict[str, tuple[str, Change]] = {  # what is said of the images, the code of the finding, how to make such images
+    "are negatives": ("data-mixed", lambda images, rng: 255 - images),
+    "have red and blue exchanged": ("data-mixed", lambda images, rng: images[..., ::-1]),
+    "are gray, among colored ones": ("data-mixed", _without_color),
+    "are turned by 90 degrees": ("data-mixed", _quarter_turn),
+    "are upside down": ("data-mixed", lambda images, rng: images[:, ::-1, ::-1]),
+    "have about half the contrast of the others": ("data-mixed", _paler),
+    "are about half as bright as the others": ("data-mixed", _darker),
+    "were enlarged from half their size": ("data-resampled", _enlarged),
+    "have single wrong pixels, as of bits that were lost": ("data-mixed", _with_wrong_bits),
+    "are torn: their lower part is moved or of another color": ("data-mixed", _torn),
+    "were strongly compressed": ("data-compressed", _compressed),
+}
+_OF_COLORS, _OF_SQUARES, _FROM_16 = {"exchanged", "gray,"}, {"turned"}, {"enlarged", "compressed"}
+
+
+def changed(sample: Sample) -> Iterator[Seen]:
+    """A part of the images that is told from the rest as surely as changed images are.
+
+    A classifier learns to tell the images of the set from the same images after a change. Where it can, an image of the set that
+    it is sure has been changed was changed before; where it cannot, as for textures that are turned, nothing can be said.
+    """
+    kept = np.flatnonzero(sample.gray.std((1, 2)) >= NEARLY_PLAIN)
+    height, width, channels = sample.images.shape[1:]
+    if len(kept) < 60 or min(height, width) < 8:
+        return
+    kept = kept[np.linspace(0, len(kept) - 1, min(MOST, len(kept))).astype(int)]
+    images = sample.images[kept]
+    stored, kinds = describe(images), torch.arange(2).repeat_interleave(len(images))
+    seen = []
+    for what, (code, change) in CHANGES.items():
+        words = set(what.split())
+        if (channels == 1 and words & _OF_COLORS) or (height != width and words & _OF_SQUARES):
+            continue
+        if min(height, width) < 16 and words & _FROM_16:
+            continue
+        other = np.ascontiguousarray(change(images, np.random.default_rng(0)))
+        margins = held_out_scores(blended([stored, describe(other)], 250), kinds, pairs=True)[: len(images)] @ (1, -1)
+        if found := contradictions(margins, 2, EXPECTED, len(CHANGES)):
+            members = np.argsort(margins)[: max(1, round(found.share * len(images)))]
+            seen.append((found, code, what, members))
+    told = np.zeros(len(images), bool)
+    for found, code, what, members in sorted(seen, key=lambda one: -one[0].evidence):
+        if told[members].mean() > 0.5:
+            continue  # a surer finding tells of them
+        told[members] = True
+        evidence = f"about {found.share:.0%} of the images {what}, at least {found.least:.1%}"
+        yield Seen(code, "warning", evidence, sample.shown(np.sort(kept[members]), "changed"))
