@@ -9,7 +9,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from utils.diagnostics.data_checks.recognition import blended, contradictions, describe, held_out_scores
 from utils.diagnostics.data_checks.sample import Sample, Seen, compared
 
-MOST, LEAST = 3000, 8  # images that are asked about, and of a class
+MOST, LEAST = 2000, 8  # images that are asked about, and of a class
 EXPECTED = 0.02  # of the labels: data sets that are used everywhere have 0.5 to 6 % of wrong ones (Northcutt et al. 2021)
 
 
@@ -42,17 +42,17 @@ def contradicted(sample: Sample) -> Iterator[Seen]:
     rival = others.argmax(1)
     margins = scores[rows, labels] - others[rows, rival]
     found, where, part = contradictions(margins, len(names), EXPECTED), "", rows
-    if found is None and len(names) > 2:
+    if not found.sure and len(names) > 2:
         # Two classes that are confused say little of all. Each class is asked about with the one that it is confused with most.
         asked = {tuple(sorted((k, int(np.bincount(rival[labels == k]).argmax())))) for k in range(len(names))}
         for pair in sorted(asked):
             of_pair = np.flatnonzero(np.isin(labels, pair) & np.isin(scores.argmax(1), pair))
             two = scores[of_pair][:, pair] @ (1, -1) * np.where(labels[of_pair] == pair[0], 1, -1)
-            one = contradictions(two, 2, EXPECTED, len(asked)) if len(of_pair) else None
-            if one is not None and (found is None or one.evidence > found.evidence):
+            one = contradictions(two, 2, EXPECTED, len(asked)) if len(of_pair) else found
+            if one.sure and not (found.sure and found.evidence > one.evidence):
                 found, part = one, of_pair
                 where = f" of the classes {names[pair[0]]} and {names[pair[1]]}"
-    if found is None:
+    if not found.sure:
         return
     what = f"about {found.share:.0%} of the labels{where} are wrong, at least {found.least:.1%}, or these images look like "
     what += f"those of another class; below {EXPECTED:.0%} nothing is said"

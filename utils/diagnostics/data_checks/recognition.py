@@ -1,7 +1,7 @@
 """Tells kinds of images apart, and finds images that have the name of another kind than their own.
 
 scores = held_out_scores(blended([describe(images)]), kinds)    # of each image, by a classifier that has not seen it
-found = contradictions(margins, wrong, ...)                      # None where nothing can be said
+found = contradictions(margins, kinds=10, expected=0.02)         # found.sure: more than the overlap of the kinds explains
 
 Kinds that overlap give many doubtful predictions and few sure ones; wrong names give sure ones. This is the idea of confident
 learning (Northcutt et al. 2021). What is a doubtful prediction, the same set says: see `contradictions`.
@@ -44,8 +44,8 @@ def describe(images: np.ndarray) -> list[torch.Tensor]:
 def fine_structure(images: np.ndarray) -> np.ndarray:
     """Returns float32 [N, D]: levels, colors, and of differences of three orders the mean, the extremes and their grids.
 
-    Enlarging leaves differences that depend on the place modulo 2, JPEG on that modulo 8, torn files one line that is unlike all
-    others, wrong bits single pixels. All are logarithms or shares, which spread about evenly in one kind of images.
+    Enlarging leaves differences that depend on the place modulo 2, JPEG on that modulo 8, torn files one line that is unlike
+    all others, wrong bits single pixels. All are logarithms or shares, which spread about evenly in one kind of images.
     """
     light = gray(images)
     count = len(light)
@@ -134,15 +134,17 @@ def held_out_scores(features: torch.Tensor, kinds: torch.Tensor, pairs: bool = F
 
 @dataclass
 class Contradictions:
-    """`share` in [0, 1] of the images that have a wrong name, at least `least`; the evidence as a natural logarithm."""
+    """`share` in [0, 1] of the images that have a wrong name, at least `least`; the evidence as a natural logarithm; `sure`
+    where that is enough."""
 
     share: float
     least: float
     evidence: float
+    sure: bool = False
 
 
-def contradictions(margins: np.ndarray, kinds: int, expected: float, questions: int = 1) -> Contradictions | None:
-    """Returns what share of the names is wrong; None where the overlap of the kinds explains it.
+def contradictions(margins: np.ndarray, kinds: int, expected: float, questions: int = 1) -> Contradictions:
+    """Returns what share of the names is wrong, and whether more than the overlap of the kinds explains.
 
     Args:
         margins: [N], by how much the score of an image's own name is above that of the best other one; negative where
@@ -152,7 +154,8 @@ def contradictions(margins: np.ndarray, kinds: int, expected: float, questions: 
         questions: how many are asked about one set.
     """
     found = max((_floor(margins, kinds, expected), _second_peak(margins)), key=lambda one: one.evidence)
-    return found if found.evidence > EVIDENCE + np.log(questions) and found.share > expected else None
+    found.sure = found.evidence > EVIDENCE + np.log(questions) and found.share > expected
+    return found
 
 
 _SHARES = np.array([*np.arange(0, 0.1, 0.005), *np.arange(0.1, 0.3, 0.02), *np.arange(0.3, 0.55, 0.05)])
@@ -163,8 +166,8 @@ _BINS = 50
 def _floor(margins: np.ndarray, kinds: int, expected: float) -> Contradictions:
     """The share of wrong names among predictions however sure, by likelihood.
 
-    Sorted by how sure they are, predictions for kinds that overlap are wrong at a rate that falls from that of a guess to 0, here
-    as a logistic function of the rank; wrong names add a constant. Where nothing can be told apart, the rate does not fall, and
+    Sorted by how sure they are, predictions for kinds that overlap are wrong at a rate that falls from that of a guess to 0,
+    here as a logistic function of the rank; wrong names add a constant. Where nothing can be told apart, the rate does not fall, and
     both explain it: then there is no evidence.
     """
     wrong = margins[np.argsort(np.abs(margins), kind="stable")] < 0
@@ -178,8 +181,9 @@ def _floor(margins: np.ndarray, kinds: int, expected: float) -> Contradictions:
         rates = np.clip(share + np.maximum(guesses - share, 0) * falling, 1e-4, 1 - 1e-4)
         likelihoods[number] = (bad * np.log(rates) + (total - bad) * np.log1p(-rates)).sum(-1).max()
     best = int(likelihoods.argmax())
-    evidence = likelihoods[best] - likelihoods[_SHARES <= expected].max()
-    return Contradictions(_SHARES[best], _SHARES[likelihoods > likelihoods[best] - EVIDENCE].min(), evidence)
+    evidence = likelihoods[best] - likelihoods[expected >= _SHARES].max()
+    least = _SHARES[likelihoods > likelihoods[best] - EVIDENCE].min()
+    return Contradictions(float(_SHARES[best]), float(least), float(evidence))
 
 
 def _second_peak(margins: np.ndarray) -> Contradictions:
