@@ -1,4 +1,4 @@
-"""Some of the images were changed: turned, inverted, enlarged, damaged. All changes of a table are asked about in the same way."""
+"""Some of the images were changed: turned, inverted, enlarged, damaged. One question is asked about all changes of a table."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -98,7 +98,7 @@ def changed(sample: Sample) -> Iterator[Seen]:
     """A part of the images that is told from the rest as surely as changed images are.
 
     A classifier learns to tell the images of the set from the same images after a change. Where it can, an image of the set
-    of which it is sure that it was changed was changed before; where it cannot, as of textures that are turned, nothing is said.
+    of which it is sure that it was changed was so before; where it cannot, as of textures that are turned, nothing is said.
     """
     kept = np.flatnonzero(sample.gray.std((1, 2)) >= NEARLY_PLAIN)
     height, width, channels = sample.images.shape[1:]

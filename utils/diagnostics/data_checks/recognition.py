@@ -96,23 +96,25 @@ def blended(parts: list[list[torch.Tensor]], width: int) -> torch.Tensor:
 
 
 def held_out_scores(features: torch.Tensor, kinds: torch.Tensor, pairs: bool = False) -> np.ndarray:
-    """Returns float64 [N, K]: how much more than on average each image is of each kind, told by all other images.
+    """Returns float64 [N, K]: how much each image is of each kind, told by all other images.
 
-    Ridge regression, whose predictions without an image have a closed form; so chosen, too, is how much it is regularized.
+    Ridge regression, whose predictions without an image have a closed form; they also choose how much it is regularized. All
+    kinds weigh the same, so that a kind is preferred for what images show, and not for being frequent.
 
     Args:
         features: float32 [N, D].
         kinds: int64 [N], in [0, K).
         pairs: image i and image i + N / 2 are one, and are left out together.
     """
-    x, y = features.double(), functional.one_hot(kinds).double()
-    mean = y.mean(0)
+    y = functional.one_hot(kinds).double()
+    weights = (1 / y.sum(0))[kinds].sqrt()[:, None]
+    x, y = features.double() * weights, (y - 1 / y.shape[1]) * weights
     strengths, axes = torch.linalg.eigh(x.T @ x)
     strengths, turned = strengths.clamp(min=0), x @ axes
-    target = turned.T @ (y - mean)
+    target = turned.T @ y
     best, scores = np.inf, y
     for ridge in strengths.mean() * 10.0 ** torch.arange(-3, 2):
-        left = y - mean - turned @ (target / (strengths + ridge)[:, None])
+        left = y - turned @ (target / (strengths + ridge)[:, None])
         scaled = turned / (strengths + ridge).sqrt()
         own = scaled.square().sum(1)
         if pairs:
@@ -128,7 +130,7 @@ def held_out_scores(features: torch.Tensor, kinds: torch.Tensor, pairs: bool = F
         else:
             left = left / (1 - own)[:, None]
         if (error := float(left.square().mean())) < best:
-            best, scores = error, y - left - mean
+            best, scores = error, (y - left) / weights
     return scores.numpy()
 
 
@@ -167,8 +169,8 @@ def _floor(margins: np.ndarray, kinds: int, expected: float) -> Contradictions:
     """The share of wrong names among predictions however sure, by likelihood.
 
     Sorted by how sure they are, predictions for kinds that overlap are wrong at a rate that falls from that of a guess to 0,
-    here as a logistic function of the rank; wrong names add a constant. Where nothing can be told apart, the rate does not fall, and
-    both explain it: then there is no evidence.
+    here as a logistic function of the rank; wrong names add a constant. Where nothing can be told apart, the rate does not
+    fall, and both explain it: then there is no evidence.
     """
     wrong = margins[np.argsort(np.abs(margins), kind="stable")] < 0
     ranks = (np.arange(len(wrong)) + 0.5) / len(wrong)

@@ -37,9 +37,7 @@ def data_alike(record: RunRecord) -> Found:
         read, repeated, following = data.get("images_read", 0), copies.get("repeated", 0), copies.get("following", 0)
         # Other copies lie anywhere: next to each other only as often as in a random order.
         if following > max(REPEATS * read, 8 + 3 * copies.get("following_by_chance", 0.0)):
-            what = (
-                f"{following / read:.1%} are equal to the image before them, as a loader repeats it for one that it cannot read"
-            )
+            what = f"{following / read:.1%} are equal to the image before them, as where a loader repeats one for a bad file"
             yield Finding("data-alike", "warning", what, step)
         elif repeated > max(2 * REPEATS * read, 8):
             what = f"one and the same image stands there {repeated} times, {repeated / read:.1%} of all"
