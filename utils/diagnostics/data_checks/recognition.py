@@ -160,7 +160,7 @@ def contradictions(margins: np.ndarray, kinds: int, expected: float, questions: 
     return found
 
 
-_SHARES = np.array([*np.arange(0, 0.1, 0.005), *np.arange(0.1, 0.3, 0.02), *np.arange(0.3, 0.55, 0.05)])
+_SHARES = np.array([*np.arange(0, 0.1, 0.005), *np.arange(0.1, 0.52, 0.02)])
 _SLOPES = np.array([0, *np.geomspace(0.3, 300, 40)])
 _BINS = 50
 
