@@ -243,8 +243,10 @@ def horizons(count=200, seed=5):
 
 
 def wrong_bits(image):
-    flipped = np.random.default_rng(0).random(image.shape) < 0.03
-    return np.where(flipped, image ^ np.uint8(128), image)
+    """A hundredth of the bits flipped, at other places in each image."""
+    bits = np.unpackbits(image)
+    bits ^= np.random.default_rng(int(image.sum())).random(len(bits)) < 0.01
+    return np.packbits(bits).reshape(image.shape)
 
 
 def halved(image):
@@ -266,7 +268,7 @@ CHANGED = {
 
 @pytest.mark.parametrize("word", CHANGED)
 def test_a_part_of_the_images_that_was_changed_is_named_with_its_share(word):
-    images = horizons()
+    images = horizons(400)
     changed = np.random.default_rng(1).random(len(images)) < 0.15
     images[changed] = [CHANGED[word](image) for image in images[changed]]
     seen = [finding for finding in check_of_changes(Sample(images, NONE)) if word in finding.evidence]
@@ -324,7 +326,7 @@ def test_wrong_labels_of_classes_that_hardly_overlap_are_counted():
 def test_labels_that_mean_nothing_are_no_wrong_labels():
     rng = np.random.default_rng(7)
     for shares in ((0.5, 0.5), (0.3, 0.7), (0.04, 0.96), (0.2, 0.3, 0.5)):
-        assert "class-mislabeled" not in above_info(SCENES, labels=rng.choice(len(shares), len(SCENES), p=shares))
+        assert list(labels_check(Sample(SCENES, NONE, rng.choice(len(shares), len(SCENES), p=shares)))) == []
 
 
 @pytest.mark.parametrize("exchanged", [True, False])

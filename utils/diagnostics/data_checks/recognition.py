@@ -156,7 +156,7 @@ def contradictions(margins: np.ndarray, kinds: int, expected: float, questions: 
         questions: how many are asked about one set.
     """
     found = max((_floor(margins, kinds, expected), _second_peak(margins)), key=lambda one: one.evidence)
-    found.sure = found.evidence > EVIDENCE + np.log(questions) and found.share > expected
+    found.sure = bool(found.evidence > EVIDENCE + np.log(questions) and found.share > expected)
     return found
 
 
@@ -202,7 +202,7 @@ def _second_peak(margins: np.ndarray) -> Contradictions:
     peak, valley = (np.abs(contradicted - 3 * third) < third).sum(), (np.abs(margins) < third).sum()
     rest = (margins > third).sum() / 2
     evidence = min(_of_a_coin(peak, valley), _of_a_coin(rest, valley))
-    return Contradictions(len(contradicted) / len(margins), max(peak - valley, 0) / len(margins), evidence)
+    return Contradictions(len(contradicted) / len(margins), max(int(peak) - int(valley), 0) / len(margins), evidence)
 
 
 def _of_a_coin(heads: float, tails: float) -> float:
