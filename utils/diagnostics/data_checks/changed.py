@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -14,7 +15,6 @@ from utils.diagnostics.data_checks.sample import NEARLY_PLAIN, Sample, Seen, gra
 MOST = (400, 1600)  # images that are asked about, evenly chosen; more of them where the first ones leave a doubt
 DOUBT = 2.0  # a natural logarithm: chance gives that to one question in seven at most
 EXPECTED = 0.01
-Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
 def _paler(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -77,21 +77,36 @@ def _torn(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.clip(torn, 0, 255).astype(np.uint8)
 
 
-CHANGES: dict[str, tuple[str, Change]] = {  # what is said of the images, the code of the finding, how to make such images
-    "are negatives": ("data-mixed", lambda images, rng: 255 - images),
-    "have red and blue exchanged": ("data-mixed", lambda images, rng: images[..., ::-1]),
-    "are gray, among colored ones": ("data-mixed", _without_color),
-    "are turned by 90 degrees": ("data-mixed", _quarter_turn),
-    "are upside down": ("data-mixed", lambda images, rng: images[:, ::-1, ::-1]),
-    "have about half the contrast of the others": ("data-mixed", _paler),
-    "are about half as bright as the others": ("data-mixed", _darker),
-    "were enlarged from half their size": ("data-resampled", _enlarged),
-    "are out of focus": ("data-mixed", _out_of_focus),
-    "have single wrong pixels, as of bits that were lost": ("data-mixed", _with_wrong_bits),
-    "are torn: their lower part is moved or of another color": ("data-mixed", _torn),
-    "were strongly compressed": ("data-compressed", _compressed),
-}
-_OF_COLORS, _OF_SQUARES, _FROM_16 = {"exchanged", "gray,"}, {"turned"}, {"enlarged", "focus", "compressed"}
+@dataclass(frozen=True)
+class Change:
+    """What is said of changed images, how they are made, the code of the finding, and which images can be asked about."""
+
+    what: str
+    make: Callable[[np.ndarray, np.random.Generator], np.ndarray]  # uint8 [N, H, W, C], the same shape
+    code: str = "data-mixed"
+    colors: bool = False  # only colored ones
+    square: bool = False
+    shorter_side: int = 8
+
+    def can_be_made(self, height: int, width: int, channels: int) -> bool:
+        small = min(height, width) < self.shorter_side
+        return not (small or (self.colors and channels == 1) or (self.square and height != width))
+
+
+CHANGES = (
+    Change("are negatives", lambda images, rng: 255 - images),
+    Change("have red and blue exchanged", lambda images, rng: images[..., ::-1], colors=True),
+    Change("are gray, among colored ones", _without_color, colors=True),
+    Change("are turned by 90 degrees", _quarter_turn, square=True),
+    Change("are upside down", lambda images, rng: images[:, ::-1, ::-1]),
+    Change("have about half the contrast of the others", _paler),
+    Change("are about half as bright as the others", _darker),
+    Change("were enlarged from half their size", _enlarged, "data-resampled", shorter_side=16),
+    Change("are out of focus", _out_of_focus, shorter_side=16),
+    Change("have single wrong pixels, as of bits that were lost", _with_wrong_bits),
+    Change("are torn: their lower part is moved or of another color", _torn),
+    Change("were strongly compressed", _compressed, "data-compressed", shorter_side=16),
+)
 
 
 def changed(sample: Sample) -> Iterator[Seen]:
@@ -111,25 +126,20 @@ def changed(sample: Sample) -> Iterator[Seen]:
         return chosen, describe(sample.images[chosen])
 
     seen = []
-    for what, (code, change) in CHANGES.items():
-        words = set(what.split())
-        if (channels == 1 and words & _OF_COLORS) or (height != width and words & _OF_SQUARES):
-            continue
-        if min(height, width) < 16 and words & _FROM_16:
-            continue
+    for change in (change for change in CHANGES if change.can_be_made(height, width, channels)):
         for number in sorted({min(most, len(kept)) for most in MOST}):
             chosen, stored = described(number)
-            other = np.ascontiguousarray(change(sample.images[chosen], np.random.default_rng(0)))
+            other = np.ascontiguousarray(change.make(sample.images[chosen], np.random.default_rng(0)))
             kinds = torch.arange(2).repeat_interleave(number)
             margins = held_out_scores(blended([stored, describe(other)], 250), kinds, pairs=True)[:number] @ (1, -1)
             found = contradictions(margins, 2, EXPECTED, len(MOST) * len(CHANGES))
             if found.sure or found.evidence < DOUBT:
                 break
         if found.sure:
-            seen.append((found, code, what, chosen[np.argsort(margins)[: max(1, round(found.share * number))]]))
+            seen.append((found, change, chosen[np.argsort(margins)[: max(1, round(found.share * number))]]))
     told = np.zeros(len(sample.images), bool)
-    for found, code, what, members in sorted(seen, key=lambda one: -one[0].evidence):
+    for found, change, members in sorted(seen, key=lambda one: -one[0].evidence):
         if told[members].mean() < 0.5:  # of the others a surer finding tells
             told[members] = True
-            evidence = f"about {found.share:.0%} of the images {what}, at least {found.least:.1%}"
-            yield Seen(code, "warning", evidence, sample.shown(np.sort(members), "changed"))
+            evidence = f"about {found.share:.0%} of the images {change.what}, at least {found.least:.1%}"
+            yield Seen(change.code, "warning", evidence, sample.shown(np.sort(members), "changed"))

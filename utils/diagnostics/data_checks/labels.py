@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn.functional import adaptive_avg_pool2d
 
-from utils.diagnostics.data_checks.recognition import blended, contradictions, describe, held_out_scores
+from utils.diagnostics.data_checks.recognition import Contradictions, blended, contradictions, describe, held_out_scores
 from utils.diagnostics.data_checks.sample import Sample, Seen, compared
 
 MOST, LEAST = 2000, 8  # images that are asked about, and of a class
@@ -28,11 +28,13 @@ def contradicted(sample: Sample) -> Iterator[Seen]:
     if sample.labels is None:
         return
     kept = np.flatnonzero(~sample.plain & (sample.labels >= 0))
+    if len(kept) == 0 or min(sample.images.shape[1:3]) < 8:
+        return
+    kept = kept[np.linspace(0, len(kept) - 1, min(MOST, len(kept))).astype(int)]
     names, counts = np.unique(sample.labels[kept], return_counts=True)
     names = names[counts >= LEAST]
     kept = kept[np.isin(sample.labels[kept], names)]
-    kept = kept[:: max(1, len(kept) // MOST)][:MOST]
-    if len(kept) < 100 or not 2 <= len(names) <= MOST // LEAST:
+    if len(kept) < 100 or len(names) < 2:
         return
     labels = np.searchsorted(names, sample.labels[kept])
     scores = held_out_scores(blended([describe(sample.images[kept])], 500), torch.from_numpy(labels))
@@ -43,15 +45,8 @@ def contradicted(sample: Sample) -> Iterator[Seen]:
     margins = scores[rows, labels] - others[rows, rival]
     found, where, part = contradictions(margins, len(names), EXPECTED), "", rows
     if not found.sure and len(names) > 2:
-        # Two classes that are confused say little of all. Each class is asked about with the one that it is confused with most.
-        asked = {tuple(sorted((k, int(np.bincount(rival[labels == k]).argmax())))) for k in range(len(names))}
-        for pair in sorted(asked):
-            of_pair = np.flatnonzero(np.isin(labels, pair) & np.isin(scores.argmax(1), pair))
-            two = scores[of_pair][:, pair] @ (1, -1) * np.where(labels[of_pair] == pair[0], 1, -1)
-            one = contradictions(two, 2, EXPECTED, len(asked)) if len(of_pair) else found
-            if one.sure and not (found.sure and found.evidence > one.evidence):
-                found, part = one, of_pair
-                where = f" of the classes {names[pair[0]]} and {names[pair[1]]}"
+        found, pair, part = _of_two(scores, labels, rival)
+        where = f" of the classes {names[pair[0]]} and {names[pair[1]]}"
     if not found.sure:
         return
     what = f"about {found.share:.0%} of the labels{where} are wrong, at least {found.least:.1%}, or these images look like "
@@ -59,8 +54,24 @@ def contradicted(sample: Sample) -> Iterator[Seen]:
     doubted = part[np.argsort(margins[part])][: max(1, int(found.share * len(part)))][:16]
     near = [part[(labels[part] == rival[i]) & (margins[part] > 0)] for i in doubted]
     shown = [of_class[np.argmax(margins[of_class])] if len(of_class) else i for i, of_class in zip(doubted, near)]
-    pair = (sample.images[kept[doubted]], sample.images[kept[shown]])
-    yield Seen("class-mislabeled", "warning", what, compared(*pair, ("labels contradicted", "of the class they look like")))
+    captions = ("labels contradicted", "of the class they look like")
+    picture = compared(sample.images[kept[doubted]], sample.images[kept[shown]], captions)
+    yield Seen("class-mislabeled", "warning", what, picture)
+
+
+def _of_two(scores: np.ndarray, labels: np.ndarray, rival: np.ndarray) -> tuple[Contradictions, tuple[int, int], np.ndarray]:
+    """What the surest two classes contradict, which classes, and which images: two that are confused say little of all.
+
+    Each class is asked about with the one that it is confused with most.
+    """
+    asked = {tuple(sorted((k, int(np.bincount(rival[labels == k]).argmax())))) for k in range(scores.shape[1])}
+    found = []
+    for a, b in sorted(asked):
+        part = np.flatnonzero(np.isin(labels, (a, b)) & np.isin(scores.argmax(1), (a, b)))
+        margins = (scores[part, a] - scores[part, b]) * np.where(labels[part] == a, 1, -1)
+        if len(part):
+            found.append((contradictions(margins, 2, EXPECTED, len(asked)), (a, b), part))
+    return max(found, key=lambda one: (one[0].sure, one[0].evidence))
 
 
 def mirror(sample: Sample) -> Iterator[Seen]:

@@ -17,8 +17,8 @@ from utils.diagnostics.data_checks.sample import gray
 
 LARGEST = 48  # pixels: larger images are reduced before their content is described; their fine structure is not
 _FILTERS, _CELLS, _SCALES = 10, 3, 3
-# A finding needs this much evidence: a ratio of likelihoods, or what Chernoff's inequality leaves of a probability, of e^-7,
-# which is a probability of 1e-4 at most. Of several questions about one set each needs as much more as there are questions.
+# A finding needs this much evidence: a ratio of likelihoods of e^7, which chance gives with a probability of 1e-4 (Wilks 1938),
+# or a probability below e^-7 = 1e-3 by Chernoff's inequality. Each of several questions about a set needs ln(questions) more.
 EVIDENCE = 7.0
 
 
