@@ -109,23 +109,47 @@ def _apart(sample: Sample, kept: np.ndarray, all_figures: dict[str, np.ndarray])
             severity = "warning" if strength > 5 else "info"
             what = f"lie apart in {', '.join(NAMES[name] for name in names)}"
     if severity != "warning":
-        for known, which in _kinds(figures):
-            if which.sum() >= 6 and 0.03 <= which.mean() <= 0.5:
-                severity, what, members = "warning", known, which
+        for known, which, sure in _kinds(sample.images[kept], figures):
+            if which.sum() >= 6 and 0.03 <= which.mean() <= 0.5 and (sure or not severity):
+                severity, what, members = "warning" if sure else "info", known, which
                 break
     return severity, f"{members.mean():.1%} of the images {what}", kept[members]
 
 
-def _kinds(figures: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """(what they are, which) of kinds that are known, told by one trait of their own."""
+def _kinds(images: np.ndarray, figures: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray, bool]]:
+    """(what they are, which, whether that is hardly meant) of kinds that are known, told by one trait of their own."""
     two, rough = figures["two"] / 3, figures["roughness"] / 4
     if np.median(two) < 0.3:
-        yield "consist of two colors nearly throughout, as masks and drawings do", two > 0.9
+        yield "consist of two colors nearly throughout, as masks and drawings do", two > 0.9, True
     plain = two > 0.35
     if np.median(two) < 0.1 and ((two > 0.15) & ~plain).sum() < 0.1 * plain.sum():
-        yield "have a background of one color or two, as drawings do", plain
+        yield "have a background of one color or two, as drawings do", plain, True
     if np.median(rough) < 0.4:
-        yield "are noise from pixel to pixel", rough > 0.8
+        yield "are noise from pixel to pixel", rough > 0.8, True
+    if images.shape[-1] == 3:
+        gray = (images == images[..., :1]).all((1, 2, 3))
+        if 0 < gray.sum() < len(gray):
+            apart = [
+                abs(np.median(v[gray]) - np.median(v[~gray])) / (v[gray].std() + v[~gray].std() + 0.05)
+                for name, v in figures.items()
+                if name != "color"
+            ]
+            yield "are gray, among colored ones", gray, max(apart) > 1
+    for ends, name in ((images.max((1, 2, 3)), "brightest"), (255 - images.min((1, 2, 3)).astype(np.int64), "darkest")):
+        yield (
+            f"have their {name} pixel at one and the same level, and others beyond it: they were made darker or paler",
+            *_ceiling(ends),
+        )
+
+
+def _ceiling(ends: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Images whose largest value is one and the same below 255: pixels that were saturated before all values were reduced."""
+    counts = np.bincount(ends, minlength=256)
+    near = np.convolve(counts, np.ones(17), "same") - np.convolve(counts, np.ones(3), "same")
+    piled = (counts > 6 * (near / 14 + 0.5)) & (np.arange(256) < 240)
+    place = int(np.where(piled, counts, 0).argmax())
+    fair = counts[255] > 0.02 * len(ends) and (counts > 0).sum() > 40
+    return (ends == place) & bool(piled[place] and fair), True
 
 
 def shapes_of_files(sample: Sample) -> Iterator[Seen]:
