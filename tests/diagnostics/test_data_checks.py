@@ -4,11 +4,14 @@ import io
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageDraw
 from test_data_check import image_set, planes, scenes
 
 import diagnose
-from utils.diagnostics.data_checks import checks, copies
+from utils.diagnostics.data_checks import checks, copies, recognition
+from utils.diagnostics.data_checks.changed import changed as check_of_changes
+from utils.diagnostics.data_checks.labels import contradicted as labels_check
 from utils.diagnostics.data_checks.sample import Sample
 from utils.diagnostics.diagnose import judge
 from utils.runs.record import RunRecord
@@ -225,3 +228,112 @@ def test_a_dataset_alone_gets_a_report(tmp_path, capsys):
     assert diagnose.main(diagnose.parse_args([*words, "--report_dir", str(tmp_path / "report")])) == 0
     assert "data-mirror" in (tmp_path / "report" / "report.html").read_text()
     assert list((tmp_path / "report" / "data_check").glob("*.png"))
+
+
+def horizons(count=200, seed=5):
+    """A blue sky that gets paler downwards above a green land with some grain: uint8 [count, 32, 32, 3]."""
+    rng, rows = np.random.default_rng(seed), np.arange(32)[:, None, None]
+    images = []
+    for _ in range(count):
+        sky = np.array([110, 160, 230]) * rng.uniform(0.7, 1.1) + 1.5 * rows
+        land = np.array([70, 120, 50]) * rng.uniform(0.6, 1.4) + rng.normal(0, 12, (32, 32, 3))
+        line = 16 + np.cumsum(rng.normal(0, 0.8, 32))[:, None]
+        images.append(np.where(rows > line, land, sky + rng.normal(0, 4, (32, 32, 3))))
+    return np.clip(np.stack(images), 0, 255).astype(np.uint8)
+
+
+def wrong_bits(image):
+    """A hundredth of the bits flipped, at other places in each image."""
+    bits = np.unpackbits(image)
+    bits ^= np.random.default_rng(int(image.sum())).random(len(bits)) < 0.01
+    return np.packbits(bits).reshape(image.shape)
+
+
+def halved(image):
+    return resized(resized(image, 16, Image.Resampling.BOX), 32, Image.Resampling.BILINEAR)
+
+
+CHANGED = {
+    "negatives": lambda image: 255 - image,
+    "exchanged": lambda image: image[..., ::-1],
+    "gray": lambda image: image.mean(-1, keepdims=True).repeat(3, -1).astype(np.uint8),
+    "turned by 90": lambda image: np.rot90(image),
+    "upside down": lambda image: image[::-1, ::-1],
+    "contrast": lambda image: image // 2 + 64,
+    "half as bright": lambda image: image // 2,
+    "enlarged": halved,
+    "wrong pixels": wrong_bits,
+}
+
+
+@pytest.mark.parametrize("word", CHANGED)
+def test_a_part_of_the_images_that_was_changed_is_named_with_its_share(word):
+    images = horizons(400)
+    changed = np.random.default_rng(1).random(len(images)) < 0.15
+    images[changed] = [CHANGED[word](image) for image in images[changed]]
+    seen = [finding for finding in check_of_changes(Sample(images, NONE)) if word in finding.evidence]
+    assert len(seen) == 1 and seen[0].severity == "warning"
+    share = float(seen[0].evidence.split("about ")[1].split("%")[0]) / 100
+    assert share == pytest.approx(changed.mean(), abs=0.04)  # a standard deviation of binomial counts is 0.025
+
+
+def test_images_without_an_orientation_or_a_color_of_their_own_are_left_alone():
+    rng = np.random.default_rng(2)
+    textures = np.clip(127 + 40 * rng.standard_normal((200, 16, 16, 3)), 0, 255).astype(np.uint8)
+    textures[::5] = textures[::5, ::-1, ::-1, ::-1]
+    assert list(check_of_changes(Sample(textures, NONE))) == []
+    assert list(check_of_changes(Sample(horizons(), NONE))) == []
+
+
+def test_scores_are_those_of_a_regression_without_the_image():
+    rng = np.random.default_rng(3)
+    features, kinds = rng.standard_normal((40, 6)).astype(np.float32), np.repeat([0, 1], 20)
+    features[:, -1] = 1
+    features[20:, 0] += 1.5
+    for pairs in (False, True):
+        scores = recognition.held_out_scores(torch.from_numpy(features), torch.from_numpy(kinds), pairs)
+        errors = []
+        for ridge in 10.0 ** np.arange(-3, 2):
+            expected = np.empty((40, 2))
+            penalty = ridge * np.linalg.eigvalsh(features.T.astype(float) @ features / 20).mean() * np.eye(6)
+            for out in range(40):
+                kept = np.setdiff1d(np.arange(40), [out, (out + 20) % 40] if pairs else [out])
+                x, y = features[kept].astype(float), np.eye(2)[kinds[kept]] - 0.5
+                expected[out] = features[out] @ np.linalg.solve(x.T @ x / 20 + penalty, x.T @ y / 20)
+            errors.append((((expected - np.eye(2)[kinds] + 0.5) ** 2).mean(), expected))
+        assert scores == pytest.approx(min(errors, key=lambda one: one[0])[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("overlap", [0.3, 1.0, 3.0])
+def test_classes_that_overlap_have_no_wrong_labels_whatever_their_sizes(overlap):
+    """Two normal distributions: the log-odds, which the margin is, are known; their overlap alone makes the errors."""
+    rng = np.random.default_rng(4)
+    for share in (0.5, 0.1):
+        kinds = rng.random(3000) < share
+        odds = (rng.normal(0, overlap, 3000) + (2 * kinds - 1)) / overlap**2
+        assert not recognition.contradictions(np.where(kinds, odds, -odds), 2, 0.02).sure
+
+
+def test_wrong_labels_of_classes_that_hardly_overlap_are_counted():
+    rng = np.random.default_rng(6)
+    margins = np.abs(rng.normal(3, 1, 2000))
+    wrong = rng.random(2000) < 0.1
+    found = recognition.contradictions(np.where(wrong, -margins, margins), 2, 0.02)
+    assert found.sure and found.share == pytest.approx(wrong.mean(), abs=0.01) and 0.05 < found.least < found.share
+    assert not recognition.contradictions(np.where(wrong & (rng.random(2000) < 0.1), -margins, margins), 2, 0.02).sure
+
+
+def test_labels_that_mean_nothing_are_no_wrong_labels():
+    rng = np.random.default_rng(7)
+    for shares in ((0.5, 0.5), (0.3, 0.7), (0.04, 0.96), (0.2, 0.3, 0.5)):
+        assert list(labels_check(Sample(SCENES, NONE, rng.choice(len(shares), len(SCENES), p=shares)))) == []
+
+
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_two_classes_that_were_confused_are_named(exchanged):
+    rng = np.random.default_rng(8)
+    images, labels = horizons(450, 9), rng.integers(0, 3, 450)
+    images[labels == 1] = 255 - images[labels == 1]
+    images[labels == 2] = np.rot90(images[labels == 2], 1, (1, 2))
+    given = np.where((labels < 2) & (rng.random(450) < 0.3) & exchanged, 1 - labels, labels)
+    assert ("class-mislabeled" in {one.code for one in labels_check(Sample(images, NONE, given))}) == exchanged

@@ -103,6 +103,14 @@ CASES = {
         (run(data={"copies": {"share": 0.9}}), run(data={"copies": {"share": 0.09}})),
         (run(data={"near_copies": {"share": 0.4}}), run(data={"near_copies": {"share": 0.29}})),
         (run(data={"near_copies": {"share": 0.4}}), run(data={"near_copies": None})),
+        (
+            run(data={"images_read": 1000, "copies": {"following": 11}}),
+            run(data={"images_read": 1000, "copies": {"following": 11, "following_by_chance": 1.0}}),
+        ),
+        (
+            run(data={"images_read": 1000, "copies": {"repeated": 21}}),
+            run(data={"images_read": 1000, "copies": {"repeated": 20}}),
+        ),
     ],
     "data-blank": [(run(data={"constant_share": 0.001, "constant_rows": [7]}), run())],
     "data-damaged": [(run(data={"damaged": {"images": 1, "share": 0.001, "files": [BAD_FILE]}}), run())],

@@ -53,9 +53,11 @@ def check_data(
         pairwise_distance: root mean square difference of the pixels of two different images; None for one image.
         variety: that distance / (sqrt(2) x the standard deviation of all pixels): about 0 when all images are alike, 1
             when no pixel has a mean of its own; None where nothing varies.
-        copies: {share, largest_group, rows}: images that repeat an earlier one pixel for pixel, 1 - distinct / read; the
-            number of images in the largest group of equal ones; two rows of that group. Of a set that is read in part,
-            the share is too low: a copy is seen only when its original is read too.
+        copies: {share, largest_group, rows, repeated, following, following_by_chance}: images that repeat an earlier one
+            pixel for pixel, 1 - distinct / read; the number of images in the largest group of equal ones; two rows of that
+            group. The next three leave out images whose values differ by less than a 16th of the range: the number in the
+            largest group, those equal to the image of the row before, and how many would be in a random order. Of a set
+            that is read in part, all are too low: a copy is seen only when its original is read too.
         near_copies: {images, share, distance_median, threshold, rows} of `images` sampled ones: the share that has
             another, not equal, image nearer than `threshold` = NEAR_COPY_DISTANCE; the median distance to the nearest
             other image; the rows of the nearest pair. Constant images have no contrast and are left out. Brightness,
@@ -133,7 +135,7 @@ def _pixel_figures(images: ImageSet, read: np.ndarray, sampled: np.ndarray, chun
         "constant_rows": _dataset_rows(images, constant[:_NAMED]),
         "pairwise_distance": distance / half if count > 1 else None,
         "variety": distance / math.sqrt(2 * variance) if count > 1 and lows.min() < highs.max() else None,
-        "copies": _copy_figures(images, read[whole], hashes[whole]),
+        "copies": _copy_figures(images, read[whole], hashes[whole], (highs - lows)[whole] > images.max_value / 16),
         "near_copies": nearest.figures(),
     }
 
@@ -156,10 +158,15 @@ def gray_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
     return small[:, 0] if small.shape[1] <= 2 else small.mean(1)
 
 
-def _copy_figures(images: ImageSet, read: np.ndarray, hashes: np.ndarray) -> dict:
+def _copy_figures(images: ImageSet, read: np.ndarray, hashes: np.ndarray, varied: np.ndarray) -> dict:
     _, groups, sizes = np.unique(hashes, return_inverse=True, return_counts=True)
     members = read[groups == sizes.argmax()]
+    following = (hashes[1:] == hashes[:-1]) & (np.diff(read) == 1) & varied[1:]
+    of_varied = np.bincount(groups[varied]).astype(np.float64)
     return {
+        "repeated": int(of_varied.max(initial=0)),
+        "following": int(following.sum()),
+        "following_by_chance": float((of_varied * (of_varied - 1)).sum() / len(read)),
         "share": 1 - len(sizes) / len(read),
         "largest_group": len(members),
         "rows": _dataset_rows(images, members[:2]) if len(members) > 1 else [],

@@ -6,6 +6,7 @@ from pathlib import Path
 from PIL import Image
 
 from utils.core.images import save_png
+from utils.diagnostics.data_checks.changed import changed
 from utils.diagnostics.data_checks.copies import copies, leak
 from utils.diagnostics.data_checks.labels import contradicted, mirror
 from utils.diagnostics.data_checks.population import shapes_of_files, strangers
@@ -18,6 +19,7 @@ CHECKS: dict[Callable[[Sample], Iterator[Seen]], str] = {  # and the code that e
     bars: "data-bars",
     pattern: "data-pattern",
     strangers: "data-mixed",
+    changed: "data-mixed",
     shapes_of_files: "data-mixed",
     copies: "data-copies",
     leak: "data-leak",

@@ -19,6 +19,9 @@ def data_range(record: RunRecord) -> Found:
         yield Finding("data-range", "critical", f"seen from {low:.3g} to {high:.3g}", steps[-1])
 
 
+REPEATS = 0.01  # of the images: what a network is shown so often, it makes as often
+
+
 def data_alike(record: RunRecord) -> Found:
     for step, data in record.known("data")[-1:]:
         copies, near = data.get("copies") or {}, data.get("near_copies") or {}
@@ -30,6 +33,15 @@ def data_alike(record: RunRecord) -> Found:
             worst = max(share, near_share)
             what = f"{share:.0%} are exact copies of another, {near_share:.0%} nearly so"
             yield Finding("data-alike", "critical" if worst > 0.5 else "warning", what, step)
+            continue
+        read, repeated, following = data.get("images_read", 0), copies.get("repeated", 0), copies.get("following", 0)
+        # Other copies lie anywhere: next to each other only as often as in a random order.
+        if following > max(REPEATS * read, 8 + 3 * copies.get("following_by_chance", 0.0)):
+            what = f"{following / read:.1%} are equal to the image before them, as where a loader repeats one for a bad file"
+            yield Finding("data-alike", "warning", what, step)
+        elif repeated > max(2 * REPEATS * read, 8):
+            what = f"one and the same image stands there {repeated} times, {repeated / read:.1%} of all"
+            yield Finding("data-alike", "warning", what, step)
 
 
 def data_blank(record: RunRecord) -> Found:
