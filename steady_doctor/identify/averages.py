@@ -83,9 +83,14 @@ def identify_averages(recorded: Recorded, loss: set[int]) -> list[Average]:
 
 
 def _averages_of(recorded: Recorded, writes: list[Write]) -> list[Average | None]:
-    """Of each write, by all parameters of its shape at once."""
-    shapes = [parameter.shape for parameter in recorded.parameters]
-    pairs = [(number, k) for number, write in enumerate(writes) for k, shape in enumerate(shapes) if shape == write.shape]
+    """Of each write, by all parameters of its shape that it was made with, at once."""
+    shapes = list(enumerate(parameter.shape for parameter in recorded.parameters))
+    pairs = [
+        (number, k)
+        for number, write in enumerate(writes)
+        for k, shape in shapes
+        if shape == write.shape and write.op.uses >> k & 1
+    ]
     if not pairs:
         return [None] * len(writes)
     numbers, places = (torch.tensor(one) for one in zip(*pairs))

@@ -40,7 +40,7 @@ class Gradient:
     zero: tuple[int, ...] = ()  # those of which each number is zero at the step, or that have none
     unread: tuple[int, ...] = ()  # parameters of the optimizer that no loss depends on
     parameters: int = 0  # of the optimizer
-    wanted: int = 0  # of these, those that want a gradient
+    wanted: int = 0  # of these, those that want a gradient; one of one number, or none, may tell a module's code of its device
     unowned: int = 0  # parameters that get a gradient, which no optimizer has
     by_hand: bool = False  # what the optimizer got is not from the passes
     off_slope: float | None = None  # by how much of its own a parameter's gradient is not the slope of the loss
@@ -57,7 +57,8 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     found = Gradient(len(recorded.before), norm=whole.norm, finite=whole.finite, unowned=recorded.unowned)
     found.left_to_optimizer = recorded.left_to_optimizer
     found.parameters = len(recorded.parameters)
-    found.wanted = sum(parameter.requires_grad for parameter in recorded.parameters)
+    wants = [parameter.requires_grad and parameter.numel() > 1 for parameter in recorded.parameters]
+    found.wanted = sum(wants)
     found.missed = bool(recorded.clips) and not any(recorded.clips)
     found.cut = _cut(recorded)
     found.small = _small(recorded)
@@ -74,7 +75,6 @@ def identify_gradient(recorded: Recorded) -> Gradient:
         found.off_slope = _off_slope(recorded, given, was_given)
     roots = [root for roots in recorded.roots for root in roots]
     used = [any(root.uses >> k & 1 for root in roots) for k in range(len(given))]
-    wants = [parameter.requires_grad for parameter in recorded.parameters]
     trains = [reads and wanted for reads, wanted in zip(used, wants)]
     missing = (~recorded.at_step.there & ~was_given).tolist()
     found.without = tuple(k for k, is_missing in enumerate(missing) if trains[k] and is_missing)

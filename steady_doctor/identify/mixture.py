@@ -103,17 +103,24 @@ def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
     given = _with_samples(tape, given_to_network(tape, forward))
     if not given:
         raise Nothing("nothing-given")
-    noises = noise_sources(tape, given)
+    noises, first = noise_sources(tape, given), None
     for got, candidate in _inputs(tape, given, noises):
-        if (mixture := _mixture(tape, candidate, noises, _told_rows(tape, given, noises))) is not None:
-            mixture.given = got
-            mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
-            _find_clean(tape, mixture, given)
-            find_told(tape, mixture, given)
-            _find_table(tape, mixture)
-            _find_growth(tape, mixture)
-            return mixture
-    raise Nothing("no-noise" if not noises else "noise-not-linear")
+        if (mixture := _mixture(tape, candidate, noises, _told_rows(tape, given, noises))) is None:
+            continue
+        mixture.given = got
+        mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
+        _find_clean(tape, mixture, given)
+        is_part = mixture.only_noise and bool(got.content & ~candidate.content)  # masked noise, before it is added
+        first = mixture if first is None and not is_part else first
+        if mixture.clean is not None:
+            first = mixture
+            break
+    if first is None:
+        raise Nothing("no-noise" if not noises else "noise-not-linear")
+    find_told(tape, first, given)
+    _find_table(tape, first)
+    _find_growth(tape, first)
+    return first
 
 
 def _with_samples(tape: Tape, given: list[Given]) -> list[Given]:

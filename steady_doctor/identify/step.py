@@ -11,7 +11,7 @@ from steady_doctor.identify.conditions import Conditions, find_conditions
 from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture, given_to_network
 from steady_doctor.identify.network import Network, identify_network
-from steady_doctor.identify.target import Target, by_image, by_others, find_target
+from steady_doctor.identify.target import COMPARES, Target, by_image, by_others, find_target
 from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, products_of, told_mixture
 from steady_doctor.identify.update import Update, identify_update
 from steady_doctor.record.ops import Op
@@ -224,16 +224,24 @@ def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
 
 
 def _squares(tape: Tape, root: Op, target: Target | None, size: int) -> tuple[tuple[int, ...], ...]:
-    """A value for each sample beside another for each sample, along different axes: errors of all with weights of all."""
+    """Two values that are each spread along the samples of the other: errors of all beside targets or weights of all."""
     if target is None or size < 2:
         return ()
-    return tuple(
-        op.shape
-        for op in tape.upstream(root, [target.output])
-        if op.name in ELEMENTWISE
-        and op.index > target.output.index
-        and len({_axis(last.shape, len(op.shape), size) for _, last in op.reads if last.content or last.trained} - {None}) > 1
-    )
+    found = []
+    for op in tape.upstream(root, [target.output]):
+        if op.name in ELEMENTWISE | COMPARES and op.index > target.output.index:
+            shape = max((op.shape, *(last.shape for _, last in op.reads)), key=len)
+            spread = [_spread_along(last, shape, size) for _, last in op.reads if last.content or last.trained]
+            if any(one - other and other - one for one, other in itertools.combinations(spread, 2)):
+                found.append(shape)
+    return tuple(found)
+
+
+def _spread_along(value: Op, shape: tuple[int, ...], size: int) -> set[int]:
+    """The axes of `shape`, as long as the batch, along which the value is one and the same."""
+    own = value.reads[0][1].shape if value.name == "expand" else value.shape
+    own = (1,) * (len(shape) - len(own)) + own
+    return {axis for axis, length in enumerate(shape) if length == size and own[axis] == 1}
 
 
 def _noise_in_loss(tape: Tape, root: Op) -> bool:
@@ -262,9 +270,3 @@ def _misplaced(tape: Tape, root: Op) -> tuple[str, ...]:
                 only_drawn = all(source.kind == "drawn" for source in tape.sources(other.content))
                 found.append("noise" if only_drawn else "image")
     return tuple(dict.fromkeys(found))
-
-
-def _axis(shape: tuple[int, ...], axes: int, size: int) -> int | None:
-    """The only axis, counted as in the result, along which there is a value for each sample."""
-    long = [axes - len(shape) + axis for axis, length in enumerate(shape) if length != 1]
-    return long[0] if len(long) == 1 and shape[long[0] - axes + len(shape)] == size else None

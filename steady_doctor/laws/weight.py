@@ -31,8 +31,8 @@ class Weights:
         rows: dict[int, list[Tensor]] = defaultdict(list)  # by the size of the batch
         for _, one in seen.mixed():
             mixture, target = one.mixture, one.target
-            if mixture.a is None or target is None or target.slope is None or target.by_network:
-                continue
+            if mixture.a is None or target is None or target.slope is None or target.p is None or target.by_network:
+                continue  # what is compared is another network's, or what another network sees in the output
             if target.even is not None and target.even > EVEN:
                 snr = (mixture.a / mixture.b.clamp(min=1e-12)).square()
                 growth = torch.full_like(snr, torch.nan) if mixture.growth is None else mixture.growth

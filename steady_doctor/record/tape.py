@@ -40,7 +40,8 @@ class Tape(Replay, TorchDispatchMode):
         self.unowned: list[Tensor] = []  # parameters that want a gradient, and that this optimizer does not have
         self.writes: list[Write] = []  # to what is outside, with what came from trained parameters
         trained = list(trained)
-        self._trained = {key_of(parameter): bit for bit, parameter in enumerate(trained)}
+        # An optimizer is often given all of a module's parameters, with constants of a schedule and of a normalization.
+        self._trained = {key_of(parameter): bit for bit, parameter in enumerate(trained) if parameter.requires_grad}
         self.wanted = sum(1 << bit for bit, parameter in enumerate(trained) if parameter.requires_grad)  # bits
         self._shapes = {parameter.shape for parameter in trained}
         self._kinds: dict[int, str] = {}  # by storage
