@@ -128,7 +128,7 @@ def test_a_fault_can_fail_a_script_that_ends_well(server, tmp_path):
     [run] = server.start(["diagnose.py", "--watch_dir", tmp_path / "seen", "--fail_on", "critical", "--watch", broken, 5])
     assert run.wait(200) == 1
     text, page = run.text(), (tmp_path / "seen" / "report.html").read_text()
-    assert text.index("watched: 5 updates") < text.index("\nFAIL  input-path: ") < text.index("      try: ")
+    assert text.index("watched: 5 updates") < text.index("\nFAIL  input-sub-vp: ") < text.index("      try: ")
     [finding] = json.loads((tmp_path / "seen" / "diagnosis.json").read_text())
     keys = {"code", "severity", "stage", "title", "cause", "fixes", "declared", "observed", "step"}
     assert finding.keys() == keys and (finding["stage"], finding["step"]) == ("input", 2)

@@ -32,11 +32,14 @@ def about_weights(pipeline: str) -> list[str]:
 
 
 def advice(pipeline: str) -> str | None:
-    """Returns what a local folder has that is no pipeline, and what to do; None where it has no weights."""
+    """Returns what a local folder has that is no pipeline, and what to do; None where it has no weights, or is a pipeline."""
     folder = Path(pipeline)
     networks = _networks(folder)
     if (folder / "config.json").is_file() and (folder.parent / "model_index.json").is_file():
         return f"it is one part of a pipeline\nuse the folder above: {folder.parent}"
+    has_index = (folder / "model_index.json").is_file()
+    if has_index and _place_of_unet(folder) in networks:  # what is wrong with it is something else
+        return None
     if networks:
         chosen = next((network for network in networks if network.name == "unet_ema"), networks[0])
         names = ", ".join("config.json" if network == folder else network.name for network in networks)
@@ -48,7 +51,7 @@ def advice(pipeline: str) -> str | None:
             f'DDPMPipeline(UNet2DModel.from_pretrained("{chosen}"), {scheduler}).save_pretrained("pipeline")'
         )
     files = sorted(file.name for pattern in _OF_TRAINERS for file in folder.glob(pattern))
-    if files and not (folder / "model_index.json").is_file():
+    if files and not has_index:
         return (
             f"it has weights without a config: {', '.join(files[:3])}\n"
             "load them into the UNet2DModel that they are of, and save a DDPMPipeline of it"
