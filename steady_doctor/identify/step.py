@@ -179,14 +179,14 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
 
 
 def _noised(tape: Tape, mixture: Mixture) -> float:
-    """How much of the clean image goes with the draws of its size: a second noise, or the spread of an encoder's latents."""
+    """How much of the clean image goes with normal draws of its size: a second noise, or the spread of an encoder's latents."""
     if mixture.clean is None or mixture.clean_value is None:
         return 0.0
     sources = list(tape.sources(mixture.clean.content))
     of_size = [
         source
         for source in sources
-        if source.kind == "drawn" and torch.Size(source.shape).numel() == mixture.clean_value.numel()
+        if source.name in NORMAL and torch.Size(source.shape).numel() == mixture.clean_value.numel()
     ]
     if not of_size or all(source.kind == "drawn" for source in sources):  # images that are made of draws alone
         return 0.0

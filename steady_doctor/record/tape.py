@@ -151,8 +151,8 @@ class Tape(Replay, TorchDispatchMode):
             self._hold(op, first)
 
     def _is_of_averages(self, op: Op) -> bool:
-        """Whether it was made of parameters and what has their shapes alone; of no draws and of no data."""
-        made_of = self.sources(op.content)
+        """Whether it was made of parameters, of what has their shapes, and of single numbers, as a decay is; of no draws."""
+        made_of = [one for one in self.sources(op.content) if one.kind != "outside" or one.shape]
         return not op.behind and all(one.kind == "outside" and torch.Size(one.shape) in self._shapes for one in made_of)
 
     def _note_writes(self, op: Op, results: list[Tensor]) -> None:

@@ -1,0 +1,357 @@
+"""Healthy loops of different styles: what the doctor says that they train, and that it finds nothing; and their faults."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import l1_loss, mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from steady_doctor.described import described
+from steady_doctor.doctor import Doctor
+
+B, C, SIDE, T = 8, 3, 8, 1000
+ALPHA_BAR = torch.cumprod(1 - torch.linspace(1e-4, 0.02, T), dim=0)
+LEAST, MOST = 0.1, 20.0  # the rates of the continuous path
+
+
+class Network(nn.Module):
+    def __init__(self, channels=C, out=C):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(channels, 16, 3, padding=1), nn.Conv2d(16, out, 3, padding=1)
+        self.time = nn.Linear(32, 16)
+
+    def embedding(self, t):
+        waves = t.float().reshape(-1, 1) * torch.exp(-torch.arange(16) / 2)
+        return self.time(torch.cat([waves.sin(), waves.cos()], 1))[:, :, None, None]
+
+    def forward(self, x, t):
+        return self.last(torch.relu(self.first(x) + self.embedding(t)))
+
+
+def column(values):
+    return values.reshape(-1, 1, 1, 1)
+
+
+def pictures(count=64):
+    return torch.rand(count, C, SIDE, SIDE, generator=torch.Generator().manual_seed(1)) * 2 - 1
+
+
+def train(network, loss_of, updates=14, data=None, rate=1e-3, after=lambda: None):
+    """Returns the codes of all findings, and what is said of the script. `loss_of`: of a batch."""
+    torch.manual_seed(0)
+    doctor = Doctor()
+    with doctor.install():
+        optimizer = torch.optim.Adam(network.parameters(), rate)
+        loader, step = DataLoader(TensorDataset(pictures() if data is None else data), B, shuffle=True), 0
+        while step < updates:
+            for (batch,) in loader:
+                optimizer.zero_grad()
+                loss_of(batch).backward()
+                optimizer.step()
+                after()
+                step += 1
+    assert doctor.session.failure is None
+    found = [one.code for one in doctor.findings()]
+    said = described(doctor.seen, doctor.network, doctor.optimizer)
+    assert said.startswith(f"{step} updates of ")
+    return found, said
+
+
+def vp(network, loss=mse_loss):
+    """Epsilon on the variance-preserving path."""
+
+    def loss_of(x0):
+        t, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        return loss(network(column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise, t), noise)
+
+    return loss_of
+
+
+def test_errors_count_more_in_the_mean_over_the_last_batch_of_an_epoch():
+    found, said = train(network := Network(), vp(network), data=pictures(20))  # 8, 8 and 4
+    assert found == [] and "variance-preserving path, epsilon, errors weighed equally" in said
+
+
+class Gated(nn.Module):
+    """Of points: each layer is multiplied by what others make of the time, and the network adds its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 32), nn.Linear(32, 3)])
+        self.gates = nn.ModuleList([nn.Linear(3, 32), nn.Linear(3, 3)])
+        self.shifts = nn.ModuleList([nn.Linear(3, 32), nn.Linear(3, 3)])
+
+    def forward(self, x, beta):
+        beta = beta.reshape(-1, 1, 1)
+        told = torch.cat([beta, beta.sin(), beta.cos()], -1)
+        out = x
+        for place in range(2):
+            out = self.layers[place](out) * self.gates[place](told).sigmoid() + self.shifts[place](told)
+            out = torch.relu(out) if place == 0 else out
+        return x + out
+
+
+def test_points_whose_network_has_gates_and_whose_levels_are_a_list():
+    betas = torch.linspace(1e-4, 0.05, 200)
+    bars = torch.cumprod(1 - betas, 0)
+    network = Gated()
+
+    def loss_of(x0):
+        chosen = torch.randint(0, 200, (len(x0),)).tolist()
+        bar, noise = bars[chosen].reshape(-1, 1, 1), torch.randn_like(x0)
+        given = network(bar.sqrt() * x0 + (1 - bar).sqrt() * noise, betas[chosen])
+        return mse_loss(given.view(-1, 3), noise.view(-1, 3))
+
+    found, said = train(network, loss_of, data=torch.randn(64, 40, 3))
+    assert found == [] and "of Gated; variance-preserving path, epsilon, errors weighed equally" in said
+
+
+def test_series_of_which_a_mask_leaves_nothing():
+    """Some have values nowhere where noise is added, and some nothing that counts."""
+    network = Network(channels=2)
+    network.last = nn.Conv2d(16, 1, 3, padding=1)
+
+    def loss_of(x0):
+        known = (torch.rand(len(x0), 1, SIDE, SIDE) < 0.5).float()
+        x0 = x0[:, :1] * known
+        kept = known * (torch.rand_like(known) < 0.5)
+        kept[0] = known[0]
+        t, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        noised = column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise
+        output = network(torch.cat([kept * x0, (1 - kept) * noised], 1), t)
+        counts = known - kept
+        return ((output - noise) * counts).square().sum() / counts.sum()
+
+    found, said = train(network, loss_of)
+    assert found == [] and "variance-preserving path, epsilon" in said
+
+
+def continuous(network, weight=lambda t, bar: 1.0, variance=lambda bar: (1 - bar).sqrt()):
+    """Epsilon at a time that is drawn evenly from 1e-3 to 1, on the path with linear rates."""
+
+    def loss_of(x0):
+        t = torch.rand(len(x0)) * (1 - 1e-3) + 1e-3
+        bar = torch.exp(-0.5 * t**2 * (MOST - LEAST) - t * LEAST)
+        noise = torch.randn_like(x0)
+        output = network(column(bar.sqrt()) * x0 + column(variance(bar)) * noise, 999 * t)
+        return ((output - noise).square().mean((1, 2, 3)) * weight(t, bar)).mean()
+
+    return loss_of
+
+
+def test_the_weights_of_the_likelihood():
+    network = Network()
+    found, said = train(network, continuous(network, lambda t, bar: (LEAST + t * (MOST - LEAST)) / (1 - bar)))
+    assert found == [] and "epsilon, errors weighed as in the likelihood" in said
+    # They are not to be had from another path's rates.
+    found, said = train(network, continuous(network, lambda t, bar: (LEAST + t * (MOST - LEAST)) / (1 - bar) ** 2))
+    assert found == ["weight-form"] and "errors weighed unequally" in said
+
+
+def test_sub_vp_is_named_and_silent_only_where_it_is_asked_for(monkeypatch):
+    network = Network()
+    found, said = train(network, continuous(network, variance=lambda bar: 1 - bar))
+    assert found == ["input-sub-vp"] and "sub-variance-preserving path, epsilon" in said
+    monkeypatch.setattr(sys, "argv", ["train.py", "--sde", "subVP"])
+    assert train(network, continuous(network, variance=lambda bar: 1 - bar))[0] == []
+
+
+def test_a_table_of_sigmas():
+    network, sigmas = Network(), ((1 - ALPHA_BAR) / ALPHA_BAR).sqrt()
+
+    def loss_of(x0):
+        sigma, noise = sigmas[torch.randint(0, T, (len(x0),))], torch.randn_like(x0)
+        scaled = (x0 + column(sigma) * noise) / column(1 + sigma**2).sqrt()  # within the network, in such scripts
+        return mse_loss(network(scaled, sigma.log()), noise)
+
+    found, said = train(network, loss_of)
+    assert found == [] and "variance-preserving path, epsilon" in said
+    found, said = train(network, lambda x0: exploding(network, sigmas, x0))
+    assert found == [] and "images + sigma noise, epsilon" in said
+    assert train(network, lambda x0: exploding(network, sigmas[:400], x0))[0] == ["input-signal-left"]
+
+
+def exploding(network, sigmas, x0):
+    sigma, noise = sigmas[torch.randint(0, len(sigmas), (len(x0),))], torch.randn_like(x0)
+    return mse_loss(network(x0 + column(sigma) * noise, sigma.log()), noise)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+def test_edms_target_asked_of_the_network_within(scale):
+    network = Network()
+
+    def loss_of(x0):
+        sigma, noise = (torch.randn(len(x0)) * 1.2 - 1.2).exp(), torch.randn_like(x0)
+        noised, total = x0 + column(sigma) * noise, column(sigma**2 + scale**2)
+        output = network(noised / total.sqrt(), sigma.log() / 4)
+        return mse_loss(output, (x0 - scale**2 / total * noised) / (column(sigma) * scale / total.sqrt()))
+
+    found, said = train(network, loss_of)
+    assert found == [] and "EDM's target, errors weighed equally" in said
+
+
+class Constants(nn.Module):
+    """A normalization whose figures are parameters that want no gradient, as the optimizer has them all."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((C, 1, 1), 0.01), requires_grad=False)
+        self.bars = nn.Parameter(ALPHA_BAR.clone(), requires_grad=False)
+        self.filler = nn.Parameter(torch.zeros(1))  # tells the device
+        self.network = Network()
+
+
+def test_constants_that_an_optimizer_has():
+    model = Constants()
+
+    def loss_of(x0):
+        x0, t, noise = x0 * 100 * model.scale, torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        bar = column(model.bars[t])
+        return mse_loss(model.network(bar.sqrt() * x0 + (1 - bar).sqrt() * noise, t), noise)
+
+    found, said = train(model, loss_of)
+    assert found == [] and "variance-preserving path, epsilon, errors weighed equally" in said
+
+
+class Patches(nn.Module):
+    """Gives the patches of the noise, and of a variance, as rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.time, self.last = nn.Conv2d(C, 32, 4, 4), nn.Linear(1, 32), nn.Linear(32, 2 * C * 16)
+
+    def forward(self, x, t):
+        rows = self.first(x).flatten(2).transpose(1, 2) + self.time(t.float().reshape(-1, 1, 1) / T)
+        rows = self.last(torch.relu(rows)).reshape(len(x), 2, 2, 4, 4, 2 * C)
+        return torch.einsum("nhwpqc->nchpwq", rows).reshape(len(x), 2 * C, SIDE, SIDE)
+
+
+def test_patches_with_a_variance_beside_the_noise():
+    network = Patches()
+    found, said = train(network, vp(network, lambda output, noise: mse_loss(output.chunk(2, 1)[0], noise)))
+    assert found == [] and "variance-preserving path, epsilon, errors weighed equally" in said
+
+
+def test_noise_that_is_masked_before_it_is_added_is_no_input_without_an_image():
+    """What the first layer gets is a part of the mixture beside the time; the rest enters by its distances."""
+    first, last = nn.Linear(3, 16), nn.Linear(16, 4)
+    network = nn.ModuleList([first, last])
+
+    def loss_of(x0):
+        mask = (x0[:, :, :1] > -1.5).float()
+        noise = torch.cat([torch.randn_like(x0[..., :2]), torch.randn_like(x0[..., :2]) * mask], 2)
+        t = torch.rand(len(x0), 1, 1)
+        noised = (1 - t) * x0 * mask + t * noise
+        far = (noised[..., :2] - noised[..., :2].mean(1, keepdim=True)).square().sum(2, keepdim=True)
+        rows = torch.cat([noised[..., 2:], t.expand(-1, x0.shape[1], 1)], 2)
+        return mse_loss(last(torch.relu(first(rows)) * far.sqrt()), noise)
+
+    assert "input-no-image" not in train(network, loss_of, data=torch.randn(64, 40, 4))[0]
+
+
+def test_what_another_network_sees_in_the_output_has_no_weights():
+    network, eye = Network(), nn.Conv2d(C, 4, 3, 2).requires_grad_(False)
+
+    def loss_of(x0):
+        t, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        output = network(column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise, t)
+        return (eye(output) - eye(x0)).square().mean()
+
+    found, said = train(network, loss_of, rate=1e-4)
+    assert found == [] and "weighed" not in said
+
+
+def test_signals_that_a_loader_gives_as_rows():
+    network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    def loss_of(x0):
+        noise = torch.randn_like(x0)
+        return mse_loss(network(0.6 * x0 + 0.8 * noise), noise)
+
+    train(network, loss_of, updates=30, data=torch.randn(32, 64))  # it fails where the doctor stops
+
+
+def test_a_list_of_modules_is_not_the_name_of_the_network():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.all_modules = nn.ModuleList([Network()])
+
+        def forward(self, x, t):
+            return self.all_modules[0](x, t)
+
+    class Alone(Listed):
+        def __init__(self):
+            super().__init__()
+            self.all_modules = nn.ModuleList([nn.Conv2d(C, 8, 3, padding=1), nn.Conv2d(8, C, 3, padding=1)])
+
+        def forward(self, x, t):
+            return self.all_modules[1](torch.relu(self.all_modules[0](x)) + t.reshape(-1, 1, 1, 1) / T)
+
+    assert " of Network;" in train(network := Listed(), vp(network))[1]
+    assert " of Alone;" in train(network := Alone(), vp(network))[1]
+
+
+def averaged(network, keep):
+    """An average in the manner of many scripts: all of the state, copied with its two shares."""
+    shadow = {name: value.clone() for name, value in network.state_dict().items()}
+
+    def mix():
+        with torch.no_grad():
+            for name, value in network.state_dict().items():
+                shadow[name].copy_(shadow[name] * keep + value * (1 - keep))
+
+    return mix
+
+
+class Twins(Network):
+    """Has several weights of one shape, so that an average could be taken for that of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.middle = nn.ModuleList([nn.Conv2d(16, 16, 1) for _ in range(4)])
+
+    def forward(self, x, t):
+        x = self.first(x) + self.embedding(t)
+        for layer in self.middle:
+            x = x + layer(torch.relu(x))
+        return self.last(torch.relu(x))
+
+
+def test_an_average_is_that_of_the_weights_that_it_was_made_of():
+    network = Twins()
+    found, said = train(network, vp(network), updates=40, rate=2e-4, after=averaged(network, 0.9999))
+    assert found == [] and said.endswith("averages of 0.9999")
+    network = Twins()
+    assert train(network, vp(network), updates=40, rate=2e-4, after=averaged(network, 0.0001))[0] == ["ema-exchanged"]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_an_average_that_warms_up_is_said_to_be_on_its_way(as_tensor):
+    network, count = Twins(), torch.tensor(0) if as_tensor else 0
+    shadow = [parameter.detach().clone() for parameter in network.parameters()]
+
+    @torch.no_grad()
+    def mix():
+        nonlocal count
+        count += 1
+        for old, new in zip(shadow, network.parameters()):
+            old.sub_((1 - min(0.9999, (1 + count) / (10 + count))) * (old - new))
+
+    found, said = train(network, vp(network), updates=16, after=mix)
+    assert found == [] and said.endswith("averages of 0.59 so far")  # 13 / 22, made before update 13
+
+
+@pytest.mark.parametrize("loss", [l1_loss, mse_loss, lambda output, noise: (output - noise).square().mean()])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_loss_that_joins_each_sample_with_all_others(loss):
+    network = nn.Sequential(nn.Conv1d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 1, 3, padding=1))
+
+    def loss_of(x0):
+        t, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        noised = ALPHA_BAR[t].sqrt()[:, None] * x0 + (1 - ALPHA_BAR[t]).sqrt()[:, None] * noise
+        return loss(network(noised[:, None]), noise)  # [B, 1, L] and [B, L]
+
+    assert "weight-square" in train(network, loss_of, data=torch.randn(64, 256))[0]
