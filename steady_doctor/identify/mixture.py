@@ -264,16 +264,18 @@ def _find_clean(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
 
 def _share_of_nothing(tape: Tape, mixture: Mixture) -> None:
     """Of images that are 0 wherever noise reaches them, the share is that of another image in their place."""
-    if mixture.clean_value is not None and mixture.a is not None:
+    if mixture.clean_value is not None and mixture.a is not None and _something(mixture, mixture.clean_value):
         is_nothing = ~(mixture.clean_value * mixture.where).flatten(1).any(1)
-        if bool(is_nothing.any()):
-            mixture.a = torch.where(is_nothing, _shares_at(tape, mixture, {})[0], mixture.a)
+        mixture.a = torch.where(is_nothing, _shares_at(tape, mixture, {})[0], mixture.a)
 
 
-def _something(mixture: Mixture, image: Tensor) -> Tensor:
-    """The images, and 1 in place of those that are 0 wherever noise reaches them."""
+def _something(mixture: Mixture, image: Tensor) -> dict[Op, Tensor]:
+    """The images with 1 in place of those that are 0 wherever noise reaches them, if there are any."""
     is_nothing = ~(image * mixture.where).flatten(1).any(1)
-    return image.masked_fill(is_nothing.reshape(-1, *[1] * (image.ndim - 1)), 1.0)
+    if mixture.clean is None or len(mixture.clean.outs) > 1 or not bool(is_nothing.any()):
+        return {}
+    other = image.masked_fill(is_nothing.reshape(-1, *[1] * (image.ndim - 1)), 1.0)
+    return {mixture.clean: other.reshape(mixture.clean.shape)}
 
 
 def _multiple_and_constant(y: Tensor, x: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -410,9 +412,10 @@ def _range_of(op: Op, tape: Tape) -> tuple[int, int] | None:
 
 def _shares_at(tape: Tape, mixture: Mixture, instead: dict[Op, Tensor], exact: bool = False) -> tuple[Tensor, Tensor]:
     """The shares of image and noise with other values instead; `exact`: in float64."""
-    image = None if mixture.clean_value is None else _something(mixture, mixture.clean_value)
+    image = mixture.clean_value
     if image is not None and mixture.clean is not None:
-        instead = {mixture.clean: image.reshape(mixture.clean.shape)} | instead
+        instead = _something(mixture, image) | instead
+        image = instead.get(mixture.clean, image).reshape(image.shape)
     zero = {mixture.noise: torch.zeros_like(tape.value(mixture.noise))}
     rest = tape.value(mixture.input, instead | zero, exact=exact) * mixture.where
     share = tape.value(mixture.input, instead, exact=exact) * mixture.where - rest

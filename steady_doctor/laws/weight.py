@@ -136,14 +136,15 @@ def left_out(seen: Seen) -> Iterator[Found]:
     """An image counts if those of the next levels on both sides do; at an end of the path a weight may come down to nothing."""
     for update, one in seen.mixed():
         mixture, target = one.mixture, one.target
-        if target is None or target.slope is None or target.by_network or target.masked or mixture.a is None:
-            continue  # a mask may leave nothing of a sample
+        if target is None or target.slope is None or target.by_network or mixture.a is None:
+            continue
         slope = target.slope[torch.argsort(mixture.a / mixture.b.clamp(min=1e-12))]
         without = slope <= 1e-6 * slope.max()
         inner = [
             place for place in range(len(slope)) if without[place] and not (without[:place].all() or without[place:].all())
         ]
-        if inner:
+        few = target.masked and int(without.sum()) <= mixture.size / 2  # of which a mask leaves nothing
+        if inner and not few:
             yield Found("weight-none", update, {"without": int(without.sum()), "size": mixture.size})
 
 
