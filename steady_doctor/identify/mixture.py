@@ -105,15 +105,16 @@ def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
         raise Nothing("nothing-given")
     noises, first = noise_sources(tape, given), None
     for got, candidate in _inputs(tape, given, noises):
-        if (mixture := _mixture(tape, candidate, noises, _told_rows(tape, given, noises))) is None:
-            continue
+        mixture = _mixture(tape, candidate, noises, _told_rows(tape, given, noises))
+        if mixture is None or (first is not None and mixture.draws != first.draws):
+            continue  # noise of its own, as an encoder's latents have
         mixture.given = got
         mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
         _find_clean(tape, mixture, given)
-        is_part = mixture.only_noise and bool(got.content & ~candidate.content)  # masked noise, before it is added
-        first = mixture if first is None and not is_part else first
+        if mixture.only_noise and got.content & ~candidate.content:
+            continue  # noise times a mask, before it is added
+        first = mixture if first is None or mixture.clean is not None else first
         if mixture.clean is not None:
-            first = mixture
             break
     if first is None:
         raise Nothing("no-noise" if not noises else "noise-not-linear")
