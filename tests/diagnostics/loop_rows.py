@@ -11,6 +11,7 @@ MIXED = "average.mul_(0.95).add_(weight, alpha=0.05)"
 # ---- places of flow_loop.py
 
 LOADER = "DataLoader(TensorDataset(images, labels), batch_size=8, shuffle=True)"
+FAINT = "noise that is lost in the rounding of the images"
 FACTOR = "a factor of the whole loss may be meant"
 SIZES, ROUND, BATCH = "ROUNDS, CLASSES = 2, 6", "for _ in range(ROUNDS):", "x0, label = next(batches)"
 NOISE, RANDN = "noise = torch.randn_like(x0)", "torch.randn_like(x0)"
@@ -38,7 +39,7 @@ EDM_LOOP = [
     # ---- input
     row("input", "y + sigma[:, None, None, None] * noise, sigma)", "y + sigma[:, None, None, None].square() * noise, sigma)"),
     row("input|network", "c_in * x", "x"),
-    row("input|timestep", SIGMA, "sigma = (torch.randn(len(y)) * 1.2 - 9.2).exp()", updates=22),
+    row("input|timestep", SIGMA, "sigma = (torch.randn(len(y)) * 1.2 - 9.2).exp()", updates=22, missed=FAINT),
     # ---- network
     row("network|input|target", "SIGMA_DATA**2 / total, s *", "SIGMA_DATA / total, s *"),
     row("network|target", "s * SIGMA_DATA / total.sqrt()", "s * SIGMA_DATA / total"),
