@@ -242,7 +242,7 @@ def by_others(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
     if plain is None or float(plain.max()) <= float(plain.min()) * (1 + SAME_WEIGHT):
         return False
     own = [source for source in mixture.levels if source.shape[:1] == (mixture.size,)]
-    told = mixture.input.content | mixture.input.choice
+    told = mixture.input.made_of | target.output.made_of  # a second level that the network is told may count, too
     drawn = [source for source in tape.sources(root.content) if source.kind == "drawn" and not told >> source.index & 1]
     others = [source for source in drawn if source.shape[:1] == (mixture.size,) and numel(source) == mixture.size]
     for sources in (own, others):

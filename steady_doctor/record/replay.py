@@ -94,6 +94,8 @@ class Replay:
                     try:
                         result = each.func(*arguments[0], **arguments[1])
                     except (IndexError, RuntimeError) as error:
+                        if not instead:  # of the script's own values: an error of ours, which is said
+                            raise
                         raise NotRecorded(f"{each.name} does not take these values") from error
                     tensors.update(zip(each.outs, tensors_in(result)))
         return tensors[op.result]
