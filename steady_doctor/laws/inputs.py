@@ -1,10 +1,13 @@
 """Whether the network gets a mixture of one image and noise, on one path from images to noise."""
 
 from collections.abc import Iterator
+from math import prod
 
 import torch
 
 from steady_doctor.found import Found
+from steady_doctor.identify.rows import alike
+from steady_doctor.identify.step import Pass
 from steady_doctor.laws.paths import factors, levels
 from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
@@ -12,6 +15,7 @@ from steady_doctor.seen import Seen
 MUCH_SIGNAL = (
     0.3  # the image's share at the last row of a table, that a network which begins at pure noise has never seen without
 )
+MANY_NUMBERS = 16  # of one sample's condition: more than a class or a size says
 NO_SIGNAL = 0.01  # the share below which nothing of the image is left
 TOO_MANY = 0.4  # of a table's rows without any image
 WIDE = 0.1  # of the shares: in a smaller range each path looks like another one
@@ -117,10 +121,17 @@ def schedule(seen: Seen) -> Iterator[Found]:
         first, last = (0, -1) if a[0] > a[-1] else (-1, 0)
         if first == -1 and float(a[-1] - a[0]) > 0.05 and levels(seen) is not None and levels(seen).kind == "vp":
             yield Found("input-exchanged", update, {"first": float(b[0]), "last": float(b[-1])})
-        if float(a[last]) > MUCH_SIGNAL:
+        if float(a[last]) > MUCH_SIGNAL and not _told_otherwise(one):
             yield Found("input-signal-left", update, {"share": float(a[last])})
         if float((a.abs() < NO_SIGNAL).double().mean()) > TOO_MANY:
             yield Found("input-all-noise", update, {"share": float((a.abs() < NO_SIGNAL).double().mean())})
+
+
+def _told_otherwise(one: Pass) -> bool:
+    """Whether the network is given something of each sample that tells as much as what noise leaves of it: a spectrogram of the
+    sound, a coarse image, a code of the shape. Sampling may then begin with noise alone."""
+    given = [known for known in one.conditions.given if known.floating and not known.ignored and known.labels is None]
+    return any(prod(known.shape[1:]) >= MANY_NUMBERS and not alike(known.rows) for known in given)
 
 
 def spread(seen: Seen) -> Iterator[Found]:

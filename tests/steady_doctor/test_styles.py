@@ -173,6 +173,19 @@ def test_a_table_of_sigmas():
     assert train(network, lambda x0: exploding(network, sigmas[:400], x0))[0] == ["input-signal-left"]
 
 
+def test_a_short_schedule_is_fine_where_a_hint_of_each_image_tells_what_noise_leaves():
+    bars = torch.cumprod(1 - torch.linspace(1e-4, 0.05, 50), dim=0)
+
+    def loss_of(network, x0, hint):
+        t, noise = torch.randint(0, 50, (len(x0),)), torch.randn_like(x0)
+        noisy = column(bars[t].sqrt()) * x0 + column((1 - bars[t]).sqrt()) * noise
+        return mse_loss(network(torch.cat([noisy, hint], 1), t), noise)
+
+    network = Network(2 * C)
+    assert train(network, lambda x0: loss_of(network, x0, x0.mean((2, 3), keepdim=True).expand_as(x0)))[0] == []
+    assert "input-signal-left" in train(network, lambda x0: loss_of(network, x0, torch.zeros_like(x0)))[0]
+
+
 def exploding(network, sigmas, x0):
     sigma, noise = sigmas[torch.randint(0, len(sigmas), (len(x0),))], torch.randn_like(x0)
     return mse_loss(network(x0 + column(sigma) * noise, sigma.log()), noise)
