@@ -143,7 +143,7 @@ def records_of(args: DiagnoseOptions) -> dict:
     from utils.data.augmentation import to_unit_range
     from utils.diagnostics.network_check import examine_modules
     from utils.diagnostics.probe import probe_network, probe_timesteps
-    from utils.diffusion.ddpm import describe_schedule
+    from utils.diffusion.ddpm import describe_schedule, is_flow
     from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
     from utils.diffusion.pipelines import image_shape, load_unconditional, training_scheduler
     from utils.evaluation.newest import loadable
@@ -160,12 +160,13 @@ def records_of(args: DiagnoseOptions) -> dict:
     batch = to_unit_range(torch.from_numpy(images.fetch(chosen)).to(device), images.max_value)
     probe = probe_network(unet, noise_scheduler, batch, args.seed)
     timesteps = probe_timesteps(noise_scheduler.config.num_train_timesteps)
-    gap = denoiser_gap(unet, noise_scheduler, images, None, GapPlan(timesteps, args.seed, device, images_per_timestep=count))
+    plan = GapPlan(timesteps, args.seed, device, images_per_timestep=count)
+    gap = {} if is_flow(scheduler_config) else gap_by_timestep(denoiser_gap(unet, noise_scheduler, images, None, plan))
     return {
         "data": check_data(images, seed=args.seed),
         "schedule": describe_schedule(noise_scheduler),
         "network": examine_modules(unet),
-        "probe": probe | gap_by_timestep(gap),
+        "probe": probe | gap,
     }
 
 

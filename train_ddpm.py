@@ -23,6 +23,7 @@ def parse_args(argv: list[str] | None = None) -> DDPMOptions:
 OPTIONS = parse_early(parse_args, nothing_to_do) if __name__ == "__main__" else None  # above the imports that take seconds
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from utils.core import randomness
 from utils.core.distributed import fix_bucket_order
 from utils.data.training_data import Batch, TrainingData
 from utils.diagnostics.probe import examine_network
+from utils.diffusion import flow
 from utils.diffusion.classes import class_of_samples, classes_known, embedded, needed_classes, training_labels
 from utils.diffusion.ddpm import describe_schedule, loss_per_sample, loss_weights, scheduler_of, training_target
 from utils.diffusion.ideal_denoiser import bytes_for_gap
@@ -61,7 +63,8 @@ class DDPM(Objective):
         self.noise_scheduler = start.make_scheduler() if start else scheduler_of(options)
         self.kept, self.notes = (start.kept, start.notes) if start else ({}, [])
         self.seed, self.num_ranks = options.seed, options.ddpm_num_steps
-        self.weights = loss_weights(self.noise_scheduler, options.snr_gamma).to(device)
+        if options.objective == "ddpm":
+            self.weights = loss_weights(self.noise_scheduler, options.snr_gamma).to(device)
 
     def draw(self, batch: Batch, places: Tensor | None = None) -> dict[str, Tensor]:
         if places is None:
@@ -80,8 +83,11 @@ class DDPM(Objective):
         noisy_images = self.noise_scheduler.add_noise(clean_images, noise, timesteps)
         target = training_target(self.noise_scheduler, clean_images, noise, timesteps)
         told = () if labels is None else (embedded(labels, self.classes),)
-        losses = loss_per_sample(network(noisy_images, timesteps, *told).sample, target, self.weights[timesteps])
+        losses = loss_per_sample(network(noisy_images, timesteps, *told).sample, target, self.weigh(timesteps))
         return Losses(losses, losses)
+
+    def weigh(self, timesteps: Tensor) -> Tensor:
+        return self.weights[timesteps]
 
     def ranks(self, timesteps: Tensor, **_: Tensor) -> Tensor:
         return timesteps
@@ -109,9 +115,33 @@ class DDPM(Objective):
         of_classes = {"classes": self.classes, "label_dropout": self.options.label_dropout} if self.classes else {}
         return {
             "prediction_type": self.noise_scheduler.config.prediction_type,
-            "carries_code": bool(self.classes or self.options.vae),
+            "carries_code": self.loader == CODE_LOADER,
             **of_classes,
         }
+
+
+class Flow(DDPM):
+    """The velocity from image to noise on straight lines (Lipman et al. 2023), or the clean image by its velocity's error
+    (Li & He 2025). Noise levels and weights alone differ from DDPM's; a timestep is sigma x 1000, and no whole number."""
+
+    def __init__(self, *_: Any):
+        super().__init__(*_)
+        self.num_ranks, self.levels = flow.LEVELS, (self.options.P_mean, self.options.P_std)
+        if self.options.prediction_type == "sample":
+            self.loader = CODE_LOADER
+
+    def draw(self, batch: Batch, places: Tensor | None = None) -> dict[str, Tensor]:
+        if places is None:
+            sigmas = flow.training_sigmas(self.seed, batch.sample_numbers, *self.levels)
+        else:
+            sigmas = flow.sigmas_at(places, *self.levels).float().to(batch.clean_images.device)
+        return super().draw(batch, places) | {"timesteps": sigmas * flow.LEVELS}
+
+    def weigh(self, timesteps: Tensor) -> Tensor:
+        return flow.weights(self.options.prediction_type, timesteps / flow.LEVELS)
+
+    def ranks(self, timesteps: Tensor, **_: Tensor) -> Tensor:
+        return flow.ranks(timesteps / flow.LEVELS, *self.levels)
 
 
 def main(options: DDPMOptions) -> int:
@@ -135,7 +165,8 @@ def main(options: DDPMOptions) -> int:
     # ---- data, network, noise schedule, optimizer, EMA; a fresh run or a resumed one, and what watches it
     data = load_data(options, accelerator, autoencoder)
     num_classes = needed_classes(data.images) if options.class_conditional else 0
-    objective = DDPM(make_network(options, num_classes=num_classes), options, accelerator.device, start)
+    kind = DDPM if options.objective == "ddpm" else Flow
+    objective = kind(make_network(options, num_classes=num_classes), options, accelerator.device, start)
     if start is not None:
         load_weights(objective.exported, start, data.images.class_names)
     if options.enable_xformers_memory_efficient_attention:

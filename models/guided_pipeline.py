@@ -147,9 +147,11 @@ class GuidedPipeline(DiffusionPipeline):
         self.scheduler.set_timesteps(num_inference_steps or self.usual_steps or self.scheduler.config.num_train_timesteps)
         size = config.sample_size
         shape = (batch_size, config.in_channels, *((size, size) if isinstance(size, int) else size))
-        x = randn_tensor(shape, generator=generator, device=device) * self.scheduler.init_noise_sigma
+        # Schedulers of flow matching have neither: they begin at unit noise, and the network sees x as it is.
+        x = randn_tensor(shape, generator=generator, device=device) * getattr(self.scheduler, "init_noise_sigma", 1.0)
+        scale = getattr(self.scheduler, "scale_model_input", lambda x, timestep: x)
         for timestep in self.progress_bar(self.scheduler.timesteps):
-            scaled = self.scheduler.scale_model_input(x, timestep).to(self.unet.dtype)
+            scaled = scale(x, timestep).to(self.unet.dtype)
             weak = None if guide is None else guide.unet
             prediction = guided(self.unet, scaled, timestep, class_labels, guidance_scale, weak, no_class)
             x = self.scheduler.step(prediction.float(), timestep, x, generator=generator).prev_sample

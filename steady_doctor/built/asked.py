@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from steady_doctor.built.sampler import Process, sampler
-from steady_doctor.declare.processes import DDPM, EDM2
+from steady_doctor.declare.processes import DDPM, EDM2, Flow
 from steady_doctor.found import Found
 
 MOST_STEPS = 25  # what a step does does not depend on their number
@@ -21,7 +21,7 @@ Call = Callable[[nn.Module, int], Tensor]  # see `sampler`
 class Sampling:
     """`settings`: of the scheduler's config; `adds_noise`: whether its steps do; `steps`: in which the run samples."""
 
-    process: DDPM | EDM2
+    process: DDPM | EDM2 | Flow
     settings: Mapping[str, Any]
     channels: int
     adds_noise: bool
@@ -34,6 +34,8 @@ def asked(run: Sampling, calls: Callable[[int], Call | None], update: int) -> It
     process, settings = run.process, run.settings
     if isinstance(process, EDM2):
         known, zero_snr = Process(sigma_data=process.sigma_data), False
+    elif isinstance(process, Flow):
+        known, zero_snr = Process(prediction_type=process.prediction_type, flow=True), False
     elif process.possible < FEWEST_LEVELS:
         return []
     else:

@@ -28,11 +28,13 @@ END_TOLERANCE, STEP_TOLERANCE = 1e-4, 5e-3
 
 @dataclass(frozen=True)
 class Process:
-    """What was trained: x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, or EDM's x = y + sigma n with its preconditioning."""
+    """What was trained: x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, or EDM's x = y + sigma n with its preconditioning, or
+    flow matching's x = (1 - sigma) y + sigma n."""
 
-    alphas_cumprod: Tensor | None = None  # float64 [T]; None: EDM's
+    alphas_cumprod: Tensor | None = None  # float64 [T]; None: EDM's or flow matching's
     prediction_type: str = "epsilon"  # or sample, v_prediction
     sigma_data: float = 0.5
+    flow: bool = False
 
 
 class Oracle(nn.Module):
@@ -48,7 +50,8 @@ class Oracle(nn.Module):
 
     def forward(self, x: Tensor, level: Tensor | float, *labels: Any, **others: Any) -> SimpleNamespace:
         told, seen = float(torch.as_tensor(level).reshape(-1)[0]), x.cpu().double()
-        answer = (self._edm if self.process.alphas_cumprod is None else self._of_chain)(seen, told)
+        answers = self._of_flow if self.process.flow else self._edm if self.process.alphas_cumprod is None else self._of_chain
+        answer = answers(seen, told)
         return SimpleNamespace(sample=answer.to(x.dtype).to(x.device))
 
     def _edm(self, x: Tensor, level: float) -> Tensor:
@@ -59,6 +62,13 @@ class Oracle(nn.Module):
         x = x * variance**0.5  # c_in undone
         self.asked.append((1.0, sigma, sigma, x))
         return (self.image - sigma_data**2 / variance * x) * variance**0.5 / (sigma * sigma_data)
+
+    def _of_flow(self, x: Tensor, level: float) -> Tensor:
+        sigma = level / 1000
+        if not 0.0 < sigma <= 1.0:
+            self.outside, sigma = level, min(max(sigma, 1e-3), 1.0) if math.isfinite(level) else 1.0
+        self.asked.append((1 - sigma, sigma, sigma, x))
+        return self.image.expand_as(x) if self.process.prediction_type == "sample" else (x - self.image) / sigma
 
     def _of_chain(self, x: Tensor, level: float) -> Tensor:
         table: Any = self.process.alphas_cumprod

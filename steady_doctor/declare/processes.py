@@ -1,4 +1,4 @@
-"""The noising and the loss of DDPM, and those of EDM2: formulas written once more, from the papers alone."""
+"""The noising and the loss of DDPM, of EDM2, and of flow matching: formulas written once more, from the papers alone."""
 
 import math
 from dataclasses import dataclass
@@ -80,6 +80,36 @@ class EDM2:
 
     def places(self, levels: Tensor) -> Tensor:
         return torch.special.ndtr((levels.double().log() - self.P_mean) / self.P_std)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """x = (1 - sigma) y + sigma n with sigma = t / 1000 (Lipman et al. 2023, with time reversed), and the error of the velocity
+    n - y; that of a predicted image is its error over sigma (Li & He 2025). Sigma is uniform, or logit-normal with `P_mean`."""
+
+    prediction_type: str  # "v_prediction" or "sample"
+    P_mean: float | None = None
+    P_std: float = 1.0
+    learned, possible, steps, least = False, 0, 1000, 0.05
+
+    def input(self, levels: Tensor) -> tuple[Tensor, Tensor]:
+        sigma = levels.double() / self.steps
+        return 1 - sigma, sigma
+
+    def told(self, levels: Tensor) -> Tensor:
+        return levels.double()
+
+    def target(self, levels: Tensor) -> tuple[Tensor, Tensor]:
+        one = torch.ones_like(levels, dtype=torch.float64)
+        return (one, 0 * one) if self.prediction_type == "sample" else (-one, one)
+
+    def weight(self, levels: Tensor) -> Tensor:
+        sigma = levels.double() / self.steps
+        return torch.ones_like(sigma) if self.prediction_type != "sample" else 1 / sigma.clamp(min=self.least) ** 2
+
+    def places(self, levels: Tensor) -> Tensor:
+        sigma = levels.double() / self.steps
+        return sigma if self.P_mean is None else torch.special.ndtr((torch.logit(sigma) - self.P_mean) / self.P_std)
 
 
 def ema_decay(limit: float, inverse_gamma: float, power: float, update: int) -> float:

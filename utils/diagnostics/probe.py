@@ -9,6 +9,7 @@ import torch
 from diffusers import DDPMScheduler, ModelMixin
 from torch import nn
 
+from models.flow_scheduler import FlowScheduler
 from utils.core import randomness
 from utils.data.dataset import ImageSet
 from utils.data.training_data import TrainingSamples, first_validation_images, first_validation_labels
@@ -35,7 +36,7 @@ def probe_batch(micro_batch_size: int, image_shape: tuple[int, int, int]) -> int
 @torch.no_grad()
 def probe_network(
     unet: nn.Module,
-    noise_scheduler: DDPMScheduler,
+    noise_scheduler: DDPMScheduler | FlowScheduler,
     clean_images: torch.Tensor,
     seed: int = 0,
     validation_images: torch.Tensor | None = None,
@@ -75,7 +76,6 @@ def probe_network(
     numbers = torch.arange(len(clean_images), device=clean_images.device)
     steps = probe_timesteps(noise_scheduler.config.num_train_timesteps)
     variance = clean_images.var().item()
-    alphas_cumprod = noise_scheduler.alphas_cumprod.tolist()
     found: dict = {
         "prediction_type": noise_scheduler.config.prediction_type,
         "images": len(clean_images),
@@ -94,7 +94,7 @@ def probe_network(
         target = training_target(noise_scheduler, clean_images, noise, timesteps)
         prediction = predict(noisy_images, timesteps)
         found["error"][str(step)] = (prediction - target).square().mean().item()
-        found["linear_error"][str(step)] = _linear_error(alphas_cumprod[step], variance, noise_scheduler.config.prediction_type)
+        found["linear_error"][str(step)] = _linear_error(noise_scheduler, step, variance)
         found["output_std"][str(step)] = prediction.std().item()
         found["target_std"][str(step)] = target.std().item()
         if validation_images is not None and len(validation_images):
@@ -125,7 +125,7 @@ def probe_network(
 
 def examine_network(
     unet: ModelMixin,
-    noise_scheduler: DDPMScheduler,
+    noise_scheduler: DDPMScheduler | FlowScheduler,
     samples: TrainingSamples,
     validation: ImageSet,
     knows_no_class: bool = True,
@@ -134,7 +134,7 @@ def examine_network(
 
     However many are looked at, a micro batch at once goes through the network, or some small images: what trains can be
     examined. The figures that need float64 are left out on a device without it (mps), and the comparison with the best denoiser
-    for a network that was never trained without a class, and for latents, which are drawn anew in each pass.
+    for flow matching, a network that was never trained without a class, and latents, which are drawn anew in each pass.
     """
     clean_images = samples.first_images(PROBE_IMAGES).cpu()
     others = first_validation_images(validation, PROBE_IMAGES, clean_images.device, samples)
@@ -144,7 +144,8 @@ def examine_network(
         labels = samples.first_labels(PROBE_IMAGES), first_validation_labels(validation, PROBE_IMAGES)
     batch_size = probe_batch(samples.micro_batch_size, samples.shape)
     found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size, labels)
-    if samples.device.type != "mps" and knows_no_class and samples.encoded is None:
+    has_ideal = isinstance(noise_scheduler, DDPMScheduler) and knows_no_class and samples.encoded is None
+    if has_ideal and samples.device.type != "mps":
         plan = GapPlan(
             timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
             seed=samples.seed,
@@ -188,11 +189,13 @@ def _training_mode(unet: nn.Module, device: torch.device) -> Iterator[None]:
             buffer.copy_(kept)
 
 
-def _linear_error(alpha_cumprod: float, variance: float, prediction_type: str) -> float:
+def _linear_error(noise_scheduler: DDPMScheduler | FlowScheduler, timestep: int, variance: float) -> float:
     """Least mean squared error of target ~ gain * x_t for x_t = a x_0 + b eps, with x_0 of this variance and zero mean:
     Var(target) - Cov(target, x_t)^2 / Var(x_t)."""
-    a, b = alpha_cumprod**0.5, (1.0 - alpha_cumprod) ** 0.5
-    image_part, noise_part = {"epsilon": (0.0, 1.0), "sample": (1.0, 0.0), "v_prediction": (-b, a)}[prediction_type]
+    one, at = torch.ones(1, 1, 1, 1), torch.tensor([timestep])
+    parts = (one, 0 * one), (0 * one, one)  # image and noise
+    a, b = (noise_scheduler.add_noise(*part, at).item() for part in parts)
+    image_part, noise_part = (training_target(noise_scheduler, *part, at).item() for part in parts)
     covariance = image_part * a * variance + noise_part * b
     spread = a * a * variance + b * b
     return image_part**2 * variance + noise_part**2 - covariance**2 / max(spread, 1e-12)

@@ -7,8 +7,9 @@ SNR(t) = abar_t / (1 - abar_t).
 from collections.abc import Mapping
 
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
+from models.flow_scheduler import FlowScheduler
 from utils.core.errors import UserError
 from utils.options.flags import DDPMOptions
 
@@ -53,8 +54,10 @@ def make_noise_scheduler(
     )
 
 
-def scheduler_of(options: DDPMOptions) -> DDPMScheduler:
-    """`make_noise_scheduler` of a run's options."""
+def scheduler_of(options: DDPMOptions) -> DDPMScheduler | FlowScheduler:
+    """Returns what noises images by a run's options, and what its pipeline is sampled with."""
+    if options.objective == "flow":
+        return FlowScheduler(prediction_type=options.prediction_type)
     return make_noise_scheduler(
         beta_schedule=options.ddpm_beta_schedule,
         num_train_timesteps=options.ddpm_num_steps,
@@ -86,11 +89,34 @@ def config_for_any(config: Mapping) -> dict:
     return config
 
 
+def is_flow(config: Mapping) -> bool:
+    """Returns whether a scheduler's config is of flow matching."""
+    return "shift" in config
+
+
+def predicts_clean_images(config: Mapping) -> bool:
+    """Returns whether it is of flow matching that predicts the clean image, which no scheduler of diffusers samples."""
+    return is_flow(config) and config["prediction_type"] == "sample"
+
+
+def flow_config(config: Mapping, pipeline: str) -> dict:
+    """Returns the config of the FlowScheduler that samples as a scheduler of diffusers with `config` does. Raises UserError for
+    one that shifts its noise levels."""
+    usual = dict(FlowMatchEulerDiscreteScheduler(num_train_timesteps=config["num_train_timesteps"]).config)
+    others = [name for name, value in usual.items() if name[0] != "_" and config.get(name, value) != value]
+    if others:
+        raise UserError(
+            f"the scheduler of {pipeline} has another {', '.join(others)} than FlowMatchEulerDiscreteScheduler has by default\n"
+            "use a pipeline whose noise levels are not shifted"
+        )
+    return dict(FlowScheduler(config["num_train_timesteps"], config.get("prediction_type", "v_prediction")).config)
+
+
 def training_target(
-    noise_scheduler: DDPMScheduler, clean_images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
+    noise_scheduler: DDPMScheduler | FlowScheduler, clean_images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
 ) -> torch.Tensor:
     """Returns what the network should output, [B, C, H, W]: the noise, x_0, or v = sqrt(abar) eps - sqrt(1 - abar) x_0
-    (Salimans & Ho 2022, section 4)."""
+    (Salimans & Ho 2022, section 4); in flow matching the velocity eps - x_0."""
     prediction_type = noise_scheduler.config.prediction_type
     if prediction_type == "epsilon":
         return noise
@@ -132,9 +158,11 @@ def loss_per_sample(prediction: torch.Tensor, target: torch.Tensor, weights: tor
     return weights * (prediction.float() - target.float()).square().flatten(1).mean(1)
 
 
-def describe_schedule(noise_scheduler: DDPMScheduler, points: int = 101) -> dict:
+def describe_schedule(noise_scheduler: DDPMScheduler | FlowScheduler, points: int = 101) -> dict:
     """The schedule that is trained, for the record: alphas_cumprod at `points` timesteps, from the first to the last, and what
-    its sampler clips images to (None: nothing)."""
+    its sampler clips images to (None: nothing). Empty where nothing was chosen, as in flow matching."""
+    if isinstance(noise_scheduler, FlowScheduler):
+        return {}
     alphas_cumprod = noise_scheduler.alphas_cumprod
     chosen = torch.linspace(0, len(alphas_cumprod) - 1, min(points, len(alphas_cumprod))).round().long()
     config = noise_scheduler.config

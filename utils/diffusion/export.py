@@ -18,7 +18,7 @@ from utils.core import randomness
 from utils.core.errors import UserError, one_line, out_of_memory
 from utils.core.files import sync, whole_file
 from utils.data.autoencoder import Autoencoder
-from utils.diffusion.ddpm import config_for_any
+from utils.diffusion.ddpm import config_for_any, is_flow, predicts_clean_images
 from utils.diffusion.pipelines import image_shape, load_network, training_scheduler
 from utils.diffusion.sampling import Scheduler, full_precision
 from utils.diffusion.unet import plain_state_dict
@@ -48,8 +48,9 @@ def export_pipeline(
 
     It is a `DDPMPipeline`; for an `EDM2UNet` an `EDM2Pipeline`, and for a UNet2DModel with classes a `ClassDDPMPipeline`, with
     the code of models/, which diffusers runs when it loads the folder with trust_remote_code=True, and with `class_names`,
-    where its classes have names. With an `autoencoder`, whose latents the network makes, it carries that too, and for a
-    UNet2DModel without classes it is a `LatentDDPMPipeline`, which carries code as well. `unet` is the
+    where its classes have names; with flow matching its scheduler is FlowMatchEulerDiscreteScheduler, or, for a network that
+    predicts the clean image, one of models/. With an `autoencoder`, whose latents the network makes, it carries that too, and
+    for a UNet2DModel without classes it is a `LatentDDPMPipeline`, which carries code as well. `unet` is the
     unwrapped network with the weights to publish, on any device, compiled in place or patched by accelerate: what is saved
     is fp32 under clean names. `extra_files` maps more relative paths to their contents. Everything is written into a
     hidden folder first and then moved file by file,
@@ -151,13 +152,18 @@ def _save_pipeline(
     class_names: Sequence[str] | None = None,
     autoencoder: Autoencoder | None = None,
 ) -> None:
-    from diffusers import DDPMPipeline
+    from diffusers import DDPMPipeline, FlowMatchEulerDiscreteScheduler
 
     from models.edm2_unet import EDM2UNet
     from models.guided_pipeline import ClassDDPMPipeline, EDM2Pipeline, LatentDDPMPipeline
 
-    scheduler = type(scheduler).from_config(config_for_any(scheduler.config))
     code = CODE if isinstance(unet, EDM2UNet) else {}
+    if not is_flow(scheduler.config):
+        scheduler = type(scheduler).from_config(config_for_any(scheduler.config))
+    elif predicts_clean_images(scheduler.config):
+        code = {"scheduler": ("flow_scheduler", "FlowScheduler", "scheduler")}
+    else:
+        scheduler = FlowMatchEulerDiscreteScheduler(scheduler.config.num_train_timesteps)
     if code or unet.config.num_class_embeds or autoencoder:
         names = dict(enumerate(class_names)) if class_names and unet.config.num_class_embeds else None
         of_ddpm = ClassDDPMPipeline if unet.config.num_class_embeds else LatentDDPMPipeline
@@ -165,7 +171,8 @@ def _save_pipeline(
         if autoencoder is not None and autoencoder.scale is not None:
             mean, std = autoencoder.scale
             latents = {"vae": autoencoder.network, "latent_mean": mean, "latent_std": std}
-        pipeline = (EDM2Pipeline if code else of_ddpm)(unet=unet, scheduler=scheduler, id2label=names, **latents)
+        kind = EDM2Pipeline if isinstance(unet, EDM2UNet) else of_ddpm
+        pipeline = kind(unet=unet, scheduler=scheduler, id2label=names, **latents)
         code = {"_class_name": ("guided_pipeline", type(pipeline).__name__, "."), **code}
     else:
         pipeline = DDPMPipeline(unet=unet, scheduler=scheduler)

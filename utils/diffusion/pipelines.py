@@ -11,7 +11,7 @@ from torch import nn
 from utils.core.errors import UserError, in_full
 from utils.core.hub import told
 from utils.core.size import Size
-from utils.diffusion.ddpm import PREDICTION_TYPES, config_for_any, make_noise_scheduler
+from utils.diffusion.ddpm import PREDICTION_TYPES, config_for_any, flow_config, is_flow, make_noise_scheduler
 from utils.diffusion.unet import load_plain
 from utils.diffusion.weights import advice, only_variant
 from utils.options.paths import located
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from diffusers import DDPMScheduler, DiffusionPipeline, UNet2DModel
 
     from models.edm2_unet import EDM2UNet
+    from models.flow_scheduler import FlowScheduler
     from utils.data.autoencoder import Autoencoder
 
 T = TypeVar("T", bound=nn.Module)
@@ -35,8 +36,8 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
 
     Weights may be safetensors or pickled tensors (of which nothing is run), in fp32, as the variant "fp16", or, in a local
     folder, as any variant that is there alone; the parts may lie in folders of their own or, as in the first releases, side by
-    side. Raises UserError for a pipeline of another kind, before its weights are loaded, and for one whose scheduler has no
-    betas, such as EDM's or one for flow matching.
+    side. Raises UserError for a pipeline of another kind, before its weights are loaded, and for one whose scheduler has
+    neither betas nor the levels of flow matching, such as EDM's.
     """
     from diffusers import DiffusionPipeline, UNet2DModel
     from diffusers.utils import logging
@@ -76,6 +77,8 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
         )
     if config.get("trained_betas") is not None:  # whatever number of timesteps stands beside them, there are so many
         config["num_train_timesteps"] = len(config["trained_betas"])
+    if is_flow(config):
+        return _in_own_memory(loaded.unet.float()), flow_config(config, pipeline)
     if config.get("predict_epsilon") is False:  # what prediction_type was called until diffusers 0.9
         config["prediction_type"] = "sample"
     prediction_type = config.get("prediction_type", "epsilon")
@@ -88,10 +91,14 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
     return _in_own_memory(loaded.unet.float()), config
 
 
-def training_scheduler(config: dict) -> "DDPMScheduler":
-    """The DDPMScheduler of the process that a pipeline's network was trained on. Raises UserError for an unknown schedule."""
+def training_scheduler(config: dict) -> "DDPMScheduler | FlowScheduler":
+    """The process that a pipeline's network was trained on. Raises UserError for an unknown schedule."""
     from diffusers import DDPMScheduler
 
+    from models.flow_scheduler import FlowScheduler
+
+    if is_flow(config):
+        return FlowScheduler.from_config(config)
     # With this list, from_config would replace what another scheduler class has for a default by DDPM's.
     config = {key: value for key, value in config.items() if key != "_use_default_values"}
     try:
@@ -220,6 +227,8 @@ def _made_by_options(checkpoint: Path) -> tuple["UNet2DModel | EDM2UNet", dict]:
         if "sigma_data" in options:
             return EDM2UNet.from_config(config), dict(EDMHeunScheduler(sigma_data=options["sigma_data"]).config)
         unet = UNet2DModel.from_config(config)
+    if options.get("objective") == "flow":
+        return unet, flow_config({"num_train_timesteps": 1000, "prediction_type": options["prediction_type"]}, str(checkpoint))
     if SCHEDULER in options:
         scheduler = training_scheduler(options[SCHEDULER])
     else:
@@ -291,7 +300,10 @@ def _load_parts(pipeline: str) -> tuple["UNet2DModel", dict]:
 
     try:
         unet = UNet2DModel.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
-        return _in_own_memory(unet.float()), dict(DDPMScheduler.load_config(pipeline, subfolder="scheduler"))
+        config = dict(DDPMScheduler.load_config(pipeline, subfolder="scheduler"))
+        return _in_own_memory(unet.float()), flow_config(config, pipeline) if is_flow(config) else config
+    except UserError:
+        raise
     except Exception as error:
         raise _cannot_load(pipeline, error) from error
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from utils.core.distributed import main_process_first
 from utils.diffusion.guidance import asked_classes, make_guided_prediction
 from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes
-from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps
+from utils.diffusion.sampling import SamplePlan, full_precision, make_sampler, sampling_steps, usual_sampler
 
 if TYPE_CHECKING:
     from diffusers import UNet2DModel
@@ -44,7 +44,7 @@ class SampledPipeline:
             self.autoencoder = load_decoder(name, self.unet)
         self.networks = [self.unet, *(guide or ())[:1]]
         self.image_shape = self.autoencoder.image_shape if self.autoencoder else image_shape(self.unet)
-        self.sampler = args.sampler or ("heun" if is_edm(self.scheduler_config) else "ddim")
+        self.sampler = args.sampler or usual_sampler(self.scheduler_config)
         self.scheduler = make_sampler(self.sampler, self.scheduler_config)
         self.num_inference_steps = sampling_steps(self.sampler, args.num_inference_steps, self.scheduler)
         self.class_labels = asked_classes(args.class_labels, names_of_classes(name), self.unet)

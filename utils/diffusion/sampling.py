@@ -21,11 +21,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from models.edm_heun import EDMHeunScheduler
+from models.flow_scheduler import FlowHeunScheduler, FlowScheduler
 from utils.core import randomness
 from utils.core.distributed import from_all, together
 from utils.core.errors import UserError
 from utils.data.autoencoder import Autoencoder
-from utils.diffusion.ddpm import config_for_any
+from utils.diffusion.ddpm import config_for_any, is_flow
 
 Scheduler = Any  # of diffusers, whose classes share no type that has `step`, `timesteps` and `config`
 
@@ -96,7 +97,8 @@ class NoiseOfSamples(TorchFunctionMode):
 
 def make_sampler(name: str, noise_scheduler: Scheduler | Mapping) -> Scheduler:
     """Returns a diffusers scheduler that samples what was trained: same betas, prediction type, clipping and spacing of
-    timesteps; for the config of an EDM scheduler the same noise levels, with "heun" (Karras et al. 2022) or "dpmsolver++".
+    timesteps; for the config of an EDM scheduler the same noise levels, with "heun" (Karras et al. 2022) or "dpmsolver++"; for
+    that of flow matching "euler" or "heun".
 
     `name` is "ddim" (Song et al. 2021, eta = 0), "ddpm" (Ho et al. 2020, algorithm 2) or "dpmsolver++" (Lu et al. 2022,
     second order). `noise_scheduler` is the training scheduler or its config. With zero terminal SNR the timesteps are
@@ -106,13 +108,15 @@ def make_sampler(name: str, noise_scheduler: Scheduler | Mapping) -> Scheduler:
     config = config_for_any(noise_scheduler if isinstance(noise_scheduler, Mapping) else noise_scheduler.config)
     if is_edm(config):
         classes = {"heun": EDMHeunScheduler, "dpmsolver++": EDMDPMSolverMultistepScheduler}
+    elif is_flow(config):
+        classes = {"euler": FlowScheduler, "heun": FlowHeunScheduler}
     if name not in classes:
         raise UserError(f"--sampler {name} does not work with this network\nchoose from {', '.join(classes)}")
-    if name == "dpmsolver++" and not is_edm(config):
+    if classes[name] is ClippingDPMSolver:
         config["algorithm_type"] = "dpmsolver++"  # a pipeline of others may say which of its relatives made its images
     if config.get("rescale_betas_zero_snr"):
         config["timestep_spacing"] = "trailing"
-    elif name == "dpmsolver++" and config.get("timestep_spacing") == "leading":
+    elif classes[name] is ClippingDPMSolver and config.get("timestep_spacing") == "leading":
         # DPM-Solver's notion of leading starts in the middle of the chain when asked for many steps: at 500 of 1000.
         config["timestep_spacing"] = "linspace"
     return classes[name].from_config(config)
@@ -127,6 +131,11 @@ def sampler_version(name: str, config: Mapping) -> int:
 def is_edm(config: Mapping) -> bool:
     """Returns whether a scheduler's config is of the EDM kind: noise levels sigma, in place of a chain of betas."""
     return "sigma_data" in config
+
+
+def usual_sampler(config: Mapping) -> str:
+    """Returns the name of the sampler for the config of a scheduler."""
+    return "heun" if is_edm(config) else "euler" if is_flow(config) else "ddim"
 
 
 def path_steps(scheduler: Scheduler, timesteps: Sequence[float]) -> list[tuple[int, float]]:
@@ -229,12 +238,12 @@ def sampling_steps(
     sampler: str, requested: int | None, noise_scheduler: Scheduler, *, flag: str = "--num_inference_steps"
 ) -> int:
     """Steps to sample with: `requested`, else 50, which DDIM needs for good images, or all of them for the full DDPM chain; 32
-    with EDM (Karras et al. 2024).
+    with EDM (Karras et al. 2024), 25 of Heun's method in flow matching.
 
     Raises UserError for a number that `sampler` cannot do on this schedule, which names the `flag`.
     """
     num_train_timesteps = noise_scheduler.config.num_train_timesteps
-    usual = num_train_timesteps if sampler == "ddpm" else min(50, num_train_timesteps)
+    usual = num_train_timesteps if sampler == "ddpm" else min(25 if sampler == "heun" else 50, num_train_timesteps)
     steps = requested or (32 if is_edm(noise_scheduler.config) else usual)
     try:
         set_timesteps(make_sampler(sampler, noise_scheduler), steps)
@@ -251,7 +260,7 @@ def set_timesteps(scheduler: Scheduler, num_inference_steps: int) -> None:
             f"{num_inference_steps} sampling steps are not possible with this model\nset a number from 1 to {limit}"
         )
     scheduler.set_timesteps(num_inference_steps)
-    if is_edm(scheduler.config):
+    if is_edm(scheduler.config) or is_flow(scheduler.config):
         return
     chain = scheduler.timesteps
     # Integer rounding inside diffusers: leading spacing of 600 over 1000 starts at t = 599, where pure noise is no longer

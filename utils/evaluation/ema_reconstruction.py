@@ -11,8 +11,9 @@ from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
 from utils.core.files import make_folder
 from utils.diffusion.classes import classes_known
+from utils.diffusion.ddpm import predicts_clean_images
 from utils.diffusion.model_card import facts_of_run, options_of_record
-from utils.diffusion.pipelines import load_network
+from utils.diffusion.pipelines import load_network, training_scheduler
 from utils.diffusion.sampling import Scheduler, is_edm
 from utils.diffusion.unet import normalize_spectra
 from utils.options.flags import EDM2Options
@@ -21,12 +22,10 @@ from utils.runs.record import RunRecord
 
 def load_run(run: Path, pipeline: str) -> tuple[ModelMixin, Scheduler]:
     """(network to load averaged weights into, scheduler) of a run, from its exported `pipeline` or a checkpoint of it."""
-    from diffusers import DDPMScheduler
-
     unet, config = load_network(pipeline)
     if RunRecord.read(run).options.get("spectral_norm"):
         normalize_spectra(unet)  # in training the weights stand beside their singular vectors, and so do their averages
-    return unet, (EDMHeunScheduler if is_edm(config) else DDPMScheduler).from_config(config)
+    return unet, (EDMHeunScheduler.from_config if is_edm(config) else training_scheduler)(config)
 
 
 def load_weights(unet: nn.Module, weights: dict[str, torch.Tensor], run: Path) -> None:
@@ -64,7 +63,7 @@ def describe(run: Path, unet: ModelMixin, scheduler: Scheduler, step: int, class
         "title": f"{run.resolve().name}, EMA reconstructed after training",
         "updates": step,
         "samples_seen": step * record.resolved["global_batch_size"] if "global_batch_size" in record.resolved else None,
-        "carries_code": isinstance(unet, EDM2UNet) or bool(classes or options.vae),
+        "carries_code": isinstance(unet, EDM2UNet) or bool(classes or options.vae) or predicts_clean_images(scheduler.config),
     }
     if isinstance(options, EDM2Options):
         facts["noise_levels"] = f"normal, mean {options.P_mean}, standard deviation {options.P_std}"

@@ -303,8 +303,10 @@ class OutputOptions(Options):
     hub_private_repo: bool = flag(False, "make a new repository private", free=True)
 
 
+AnySampler = Literal["ddim", "ddpm", "dpmsolver++", "euler", "heun"]
 _NETWORK = ("model_preset", "model_config_name_or_path")
 _DDPM_NETWORK = (*_NETWORK, "activation", "initialisation", "zero_init_output", "spectral_norm")
+_OF_CHAINS = ("ddpm_num_steps", "ddpm_beta_schedule", "rescale_betas_zero_snr", "snr_gamma")
 PIPELINE_DECIDES = (
     *("vae", "latent_scale", "image_channels", *_DDPM_NETWORK),
     *("prediction_type", "ddpm_num_steps", "ddpm_beta_schedule", "rescale_betas_zero_snr", "sigma_data"),
@@ -481,7 +483,12 @@ class DDPMNetworkOptions(Options):
 class DDPMDiffusionOptions(Options):
     """diffusion"""
 
-    prediction_type: Literal["epsilon", "sample", "v_prediction"] = flag("epsilon")
+    objective: Literal["ddpm", "flow"] = flag("ddpm", "flow: flow matching on straight lines from images to noise (ddpm)")
+    prediction_type: Literal["epsilon", "sample", "v_prediction"] = flag(
+        "epsilon", "with --objective flow: v_prediction, the velocity, or sample, the image (epsilon; v_prediction)"
+    )
+    P_mean: float | None = flag(None, "with --objective flow: mean of logit sigma, 0 is usual (all sigmas alike)")
+    P_std: float = flag(1.0, "with --P_mean: standard deviation of logit sigma (1)", above=0)
     ddpm_num_steps: int = flag(1000, "number of noise levels (1000)", at_least=1)
     ddpm_beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"] = flag(
         "linear", "squaredcos_cap_v2 is the cosine schedule (linear)"
@@ -496,9 +503,11 @@ class DDPMDiffusionOptions(Options):
 class DDPMSamplingOptions(Options):
     """logging, validation and samples"""
 
-    sampler: Literal["ddim", "ddpm", "dpmsolver++"] = flag("ddim", free=True)
+    sampler: Literal["ddim", "ddpm", "dpmsolver++", "euler", "heun"] = flag(
+        "ddim", "euler and heun: with --objective flow (ddim; euler)", free=True
+    )
     ddpm_num_inference_steps: int | None = flag(
-        None, "sampling steps (50; with --sampler ddpm all noise levels)", at_least=1, free=True
+        None, "sampling steps (50; with --sampler ddpm all noise levels; with heun 25)", at_least=1, free=True
     )
 
 
@@ -526,6 +535,25 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
             raise UserError("--label_dropout needs a network with classes\nset --class_conditional")
         if self.spectral_norm and self.gradient_checkpointing:
             raise UserError("--spectral_norm and --gradient_checkpointing do not work together\nleave one of the two out")
+        self._check_objective()
+
+    def _check_objective(self) -> None:
+        """Sets what the flags mean for flow matching. Raises UserError for flags of the other objective."""
+        is_flow = self.objective == "flow"
+        for name in sorted(self.given.intersection(_OF_CHAINS if is_flow else ("P_mean", "P_std"))):
+            raise UserError(f"--{name} does not go with --objective {self.objective}\nleave --{name} out")
+        if is_flow:  # a preset may have others
+            usual = {name: getattr(type(self), name) for name in _OF_CHAINS}
+            for name, value in (usual | {"prediction_type": "v_prediction", "sampler": "euler"}).items():
+                if name not in self.given:
+                    setattr(self, name, value)
+        if is_flow and self.prediction_type == "epsilon":
+            raise UserError("--objective flow has no --prediction_type epsilon\nset v_prediction (the velocity) or sample")
+        if is_flow != (self.sampler in ("euler", "heun")):
+            goes = "euler or heun" if is_flow else "ddim, ddpm or dpmsolver++"
+            raise UserError(f"--sampler {self.sampler} does not go with --objective {self.objective}\nset {goes}")
+        if is_flow and self.pretrained is not None:
+            raise UserError("--pretrained cannot be continued by --objective flow\nleave one of the two out")
 
 
 @dataclass(kw_only=True)
@@ -616,9 +644,9 @@ class GenerateOptions(Options):
     num_images: int = flag(MISSING, "number of images", at_least=1)
     seed: int = flag(0, "another seed gives another set of images (default: 0)")
     batch_size: int = flag(64, "images at once per process (default: 64)", at_least=1)
-    sampler: Literal["ddim", "ddpm", "dpmsolver++", "heun"] | None = flag(None, "default: ddim; heun for EDM2 (or dpmsolver++)")
+    sampler: AnySampler | None = flag(None, "default: ddim; heun for EDM2 (or dpmsolver++); euler for flow matching (or heun)")
     num_inference_steps: int | None = flag(
-        None, "denoising steps (default: 50; with ddpm all that were trained; 32 for EDM2)", at_least=1
+        None, "denoising steps (default: 50; with ddpm all that were trained; heun: 32 for EDM2, else 25)", at_least=1
     )
     class_labels: list[str] | None = flag(
         None, "make images of these classes in turn: names, or numbers from '#0' on (default: all)"
@@ -648,9 +676,9 @@ class EvaluatedOptions(Options):
         None, "images per pipeline and seed (as many as the reference, up to 10,000)", at_least=FEWEST_IMAGES
     )
     seeds: list[int] = flag([0], "make one set of images for each of these seeds (0)")
-    sampler: Literal["ddim", "ddpm", "dpmsolver++", "heun"] | None = flag(None, "(ddim; heun for EDM2, or dpmsolver++)")
+    sampler: AnySampler | None = flag(None, "(ddim; heun for EDM2, or dpmsolver++; euler for flow matching, or heun)")
     num_inference_steps: int | None = flag(
-        None, "denoising steps (50; with ddpm all that were trained; 32 for EDM2)", at_least=1
+        None, "denoising steps (50; with ddpm all that were trained; heun: 32 for EDM2, else 25)", at_least=1
     )
     class_labels: list[str] | None = flag(None, "make images of these classes in turn: names, or numbers from '#0' on (all)")
     guidance: float = flag(1.0, "strength of the guidance; 1: off (1)", at_least=0)

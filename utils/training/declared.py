@@ -15,7 +15,7 @@ import torch
 
 from steady_doctor.data.declared import DeclaredData, DeclaredImages, DeclaredLatents, Source, sides_of
 from steady_doctor.declare.declaration import Declaration, Optimizer
-from steady_doctor.declare.processes import DDPM, EDM2, ema_decay
+from steady_doctor.declare.processes import DDPM, EDM2, Flow, ema_decay
 from steady_doctor.declare.rates import Schedule, power_decay
 from utils.options.flags import DDPMOptions, EDM2Options, RunOptions
 
@@ -26,7 +26,7 @@ OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "rmsprop": "RMSprop", "sgd": "SG
 
 
 def declared_by(
-    options: RunOptions, facts: dict[str, Any], process: DDPM | EDM2, checkpoint: Path | None = None
+    options: RunOptions, facts: dict[str, Any], process: DDPM | EDM2 | Flow, checkpoint: Path | None = None
 ) -> Declaration:
     """Of a run with these options, that goes on from `checkpoint` where there is one. `facts`: the run's, see `begin_run`; of
     them only what the launch and the data decided is used."""
@@ -49,10 +49,12 @@ def declared_by(
     )
 
 
-def process_of(options: RunOptions, facts: dict[str, Any]) -> DDPM | EDM2:
+def process_of(options: RunOptions, facts: dict[str, Any]) -> DDPM | EDM2 | Flow:
     if isinstance(options, EDM2Options):
         return EDM2(options.sigma_data, options.P_mean, options.P_std)
     assert isinstance(options, DDPMOptions)  # noqa: S101
+    if options.objective == "flow":
+        return Flow(options.prediction_type, options.P_mean, options.P_std)
     from diffusers import DDPMScheduler  # here, as it takes seconds
 
     settings: dict[str, Any] = {"beta_schedule": options.ddpm_beta_schedule}
@@ -68,6 +70,9 @@ def sampling_settings(options: RunOptions, facts: dict[str, Any]) -> dict[str, A
     if isinstance(options, EDM2Options):
         return EDM_LEVELS | {"sigma_data": options.sigma_data}
     assert isinstance(options, DDPMOptions)  # noqa: S101
+    if options.objective == "flow":
+        told = {"prediction_type": "sample"} if options.prediction_type == "sample" else {}
+        return {"num_train_timesteps": 1000, "shift": 1.0} | told
     began_with = facts.get("pretrained.scheduler", {})
     usual: dict[str, Any] = {"clip_sample": options.vae is None, "thresholding": False, "clip_sample_range": 1.0}
     usual |= {"timestep_spacing": "trailing"} if options.rescale_betas_zero_snr and not began_with else {}

@@ -16,6 +16,7 @@ from utils.core.distributed import from_main_process, on_main_process, waited_fo
 from utils.core.errors import UserError, in_full
 from utils.core.size import Size
 from utils.data.autoencoder import Autoencoder
+from utils.diffusion.ddpm import is_flow
 from utils.diffusion.pipelines import (
     SCHEDULER,
     exported,
@@ -91,6 +92,10 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         if edm != wants_edm:
             script = "train_edm2.py" if edm else "train_ddpm.py"
             raise UserError(f"--pretrained {options.pretrained} contains a {type(unet).__name__}\nfine-tune it with {script}")
+        if is_flow(scheduler):
+            raise UserError(
+                f"--pretrained {options.pretrained} is of flow matching, which cannot be fine-tuned here\nleave it out"
+            )
         config = {name: value for name, value in unet.config.items() if not name.startswith("_")}
         public = scheduler if edm else training_scheduler(scheduler).config
         scheduler = {name: value for name, value in public.items() if not name.startswith("_")}

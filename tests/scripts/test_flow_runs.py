@@ -1,0 +1,117 @@
+"""--objective flow as its users run it: continued bit for bit, loaded by diffusers alone, sampled, and refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import same_bytes
+from diffusers import DDPMPipeline
+from safetensors.torch import load_file
+
+import generate
+from utils.core import randomness
+from utils.core.errors import UserError
+from utils.diffusion.export import check_pipeline
+from utils.diffusion.pipelines import load_network
+from utils.diffusion.sampling import SamplePlan, make_sampler, sample
+
+FLOW = ["--objective", "flow", "--validation_images", "16", "--validation_steps", "4", "--random_flip"]
+KINDS = {
+    "velocity": [],
+    "velocity by class": ["--class_conditional", "--P_mean", "0", "--sampler", "heun"],
+    "clean images": ["--prediction_type", "sample", "--P_mean", "0.8", "--P_std", "0.8"],
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def run(request, train, tiny_flags, tmp_path_factory):
+    folder, flags = tmp_path_factory.mktemp("flow"), [*tiny_flags, *FLOW, *KINDS[request.param], "--checkpointing_steps", "4"]
+    assert train([*flags, "--output_dir", folder / "whole"]) == 0
+    return folder, flags
+
+
+def test_continued_bit_for_bit(run, train):
+    folder, flags = run
+    shutil.copytree(folder / "whole" / "checkpoint-4", folder / "parts" / "checkpoint-4")
+    assert train([*flags, "--output_dir", folder / "parts", "--resume_from_checkpoint", "latest"]) == 0
+    for name in ("model.safetensors", "ema.safetensors", "optimizer.bin"):
+        assert same_bytes(*(folder / each / "checkpoint-8" / name for each in ("whole", "parts")))
+
+
+def test_the_doctor_measured_all_and_found_nothing(run):
+    said = [json.loads(line) for line in (run[0] / "whole" / "history.jsonl").read_text().splitlines()]
+    audits = [each["audit"] for each in said if "audit" in each]
+    assert audits and all(each["found"] == [] for each in audits)
+    assert {"timestep", "input", "target", "weight"} <= set(audits[0]["measured"])
+
+
+@pytest.mark.slow
+def test_diffusers_makes_the_images_that_the_run_makes(run):
+    pipeline = run[0] / "whole"
+    check_pipeline(pipeline)  # in a process without this repository
+    unet, config = load_network(str(pipeline))
+    if unet.config.num_class_embeds or config["prediction_type"] == "sample":
+        return
+    noise = randomness.normal(0, "sample", torch.arange(2), (1, 16, 16))
+    plan = SamplePlan(make_sampler("euler", config), 6, (1, 16, 16), 0, 2, "cpu")
+    ours = sample(unet.eval(), plan, torch.arange(2))
+    theirs = DDPMPipeline.from_pretrained(pipeline)
+    x, theirs.unet = noise, theirs.unet.eval()
+    theirs.scheduler.set_timesteps(6)
+    with torch.no_grad():
+        for timestep in theirs.scheduler.timesteps:
+            x = theirs.scheduler.step(theirs.unet(x, timestep).sample, timestep, x).prev_sample
+    assert (ours - x.clamp(-1, 1)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("of", ["", "checkpoint-4"])
+def test_images_are_made_of_a_run_and_of_its_checkpoints(run, tmp_path, of):
+    words = [
+        "--pipeline",
+        run[0] / "whole" / of,
+        "--num_images",
+        "3",
+        "--num_inference_steps",
+        "2",
+        "--output_dir",
+        tmp_path / "made",
+    ]
+    generate.main(generate.parse_args([str(word) for word in words]))
+    assert len(list((tmp_path / "made").glob("0*.png"))) == 3
+
+
+def test_a_checkpoint_knows_its_network_without_an_export(run, tmp_path):
+    """Of a run that was stopped before its first export."""
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    checkpoint.parent.mkdir()
+    checkpoint.symlink_to(run[0] / "whole" / "checkpoint-4")
+    unet, config = load_network(str(checkpoint))
+    assert config["prediction_type"] == load_network(str(run[0] / "whole"))[1]["prediction_type"]
+    weights = load_file(checkpoint / "ema.safetensors")
+    assert torch.equal(unet.conv_in.weight, weights["conv_in.weight"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--snr_gamma", "5"], "--snr_gamma does not go with --objective flow"),
+        (["--ddpm_beta_schedule", "linear"], "--ddpm_beta_schedule does not go"),
+        (["--prediction_type", "epsilon"], "no --prediction_type epsilon"),
+        (["--sampler", "ddim"], "--sampler ddim does not go with --objective flow"),
+        (["--pretrained", "somewhere"], "--pretrained cannot be continued by --objective flow"),
+        (["--objective", "ddpm", "--P_mean", "0"], "--P_mean does not go with --objective ddpm"),
+        (["--objective", "ddpm", "--sampler", "heun"], "--sampler heun does not go with --objective ddpm"),
+    ],
+)
+def test_flags_of_the_other_objective_are_refused(flags, said):
+    import train_ddpm
+
+    with pytest.raises(UserError, match=said):
+        train_ddpm.parse_args(["--objective", "flow", "--dataset_name", "digits", *flags])
+
+
+def test_a_run_of_ddpm_does_not_start_from_it(run, train, tiny_flags, tmp_path):
+    flags = tiny_flags[: tiny_flags.index("--model_config_name_or_path")] + tiny_flags[tiny_flags.index("--cache_dir") :]
+    with pytest.raises(UserError, match="of flow matching"):
+        train([*flags, "--pretrained", run[0] / "whole", "--output_dir", tmp_path / "next"])
