@@ -5,6 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
+from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run_command, script_environment, without_progress
@@ -206,6 +208,15 @@ def test_processes_that_never_come_are_waited_for_aloud(tiny_flags, tmp_path):
     waiting, error = (next(line for line in result.stderr.splitlines() if word in line) for word in ("waiting for", "error: "))
     assert waiting.startswith("waiting for the other processes since 10 s (WORLD_SIZE=2, RANK=0, MASTER_ADDR=127.0.0.1")
     assert error.startswith("error: the other processes of WORLD_SIZE=2 did not come")
+
+
+def test_a_main_process_without_an_address_is_said(monkeypatch):
+    said: Queue[str] = Queue()
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=said.put, flush=lambda: None))
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "main.invalid", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with launcher_module.said_while_waiting(after=0.01):
+        assert "MASTER_PORT=1): no address is known for 'main.invalid' (" in said.get(timeout=60)
 
 
 @pytest.mark.slow

@@ -135,6 +135,16 @@ def refuse_lone_variables() -> None:
         )
 
 
+def _unknown_address() -> str:
+    """Says that no address belongs to the name in MASTER_ADDR, which may still come; empty where there is one."""
+    name = os.environ.get("MASTER_ADDR", "")
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        return f": no address is known for {name!r} ({error.strerror})"
+    return ""
+
+
 @contextlib.contextmanager
 def said_while_waiting(after: float = 10.0, again: float = 60.0) -> Iterator[None]:
     """Inside, while the processes of a launcher find each other: says after `after` seconds for what this one waits, and every
@@ -158,7 +168,7 @@ def said_while_waiting(after: float = 10.0, again: float = 60.0) -> Iterator[Non
                 signals.settimeout(again)
                 if says:
                     print(
-                        f"waiting for the other processes since {time.monotonic() - start:.0f} s ({told}); "
+                        f"waiting for the other processes since {time.monotonic() - start:.0f} s ({told}){_unknown_address()}; "
                         "if no launcher started this one, unset these variables",
                         file=sys.stderr,
                         flush=True,
