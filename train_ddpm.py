@@ -124,8 +124,8 @@ class Flow(DDPM):
     """The velocity from image to noise on straight lines (Lipman et al. 2023), or the clean image by its velocity's error
     (Li & He 2025). Noise levels and weights alone differ from DDPM's; a timestep is sigma x 1000, and no whole number."""
 
-    def __init__(self, *_: Any):
-        super().__init__(*_)
+    def __init__(self, *given: Any):
+        super().__init__(*given)
         self.num_ranks, self.levels = flow.LEVELS, (self.options.P_mean, self.options.P_std)
         if self.options.prediction_type == "sample":
             self.loader = CODE_LOADER
