@@ -12,6 +12,7 @@ from steady_doctor.found import Found
 from steady_doctor.identify.digest import digests
 from steady_doctor.identify.step import identify
 from steady_doctor.laws import judge
+from steady_doctor.record.by_hand import ByHand
 from steady_doctor.record.options import Options
 from steady_doctor.record.ranks import Ranks
 from steady_doctor.record.recorded import Recorded
@@ -59,7 +60,9 @@ class Doctor:
         self.seen.asked_words = self._options.words()
         if not self.seen.steps:
             self.seen.predictions, self.seen.alphas_cumprod = declared()
-            self.optimizer = type(recorded.optimizer).__name__
+            self.seen.by_hand = isinstance(recorded.optimizer, ByHand)
+            self.optimizer = "weights written by the script itself, which is not judged" if self.seen.by_hand else ""
+            self.optimizer = self.optimizer or type(recorded.optimizer).__name__
             self.network = self.network or owner_of(recorded.parameters)
         self.seen.steps.append(step)
         self.ranks.tell(recorded.update, digests(recorded, step))

@@ -19,6 +19,7 @@ from steady_doctor.record.history import History
 class Seen:
     steps: list[Step] = field(default_factory=list)  # the recorded updates, the oldest first
     updates: int = 0  # all that were made
+    by_hand: bool = False  # by the script, without an optimizer of torch
     begins: dict[int, list[tuple[float, ...]]] = field(default_factory=dict)  # of each dataset: how each pass over it begins
     dataset_rows: dict[int, int] = field(default_factory=dict)  # of each dataset
     data_changed: bool = False  # images that a dataset keeps are others than when it was read a second time

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from steady_doctor.record.by_hand import ByHand
 from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.samples import Samples
 
@@ -19,6 +20,8 @@ ROUNDING = 1.5 * 2.0**-24  # of float32 weights
 def off_formula(recorded: Recorded) -> float | None:
     """The size of what is not as by the formula, over that of the step; None where nothing can be said."""
     optimizer = recorded.optimizer
+    if isinstance(optimizer, ByHand):
+        return None
     kind = type(optimizer)
     if kind.__name__ not in BY_ELEMENT or not kind.__module__.startswith("torch.optim") or not recorded.gradients.finite:
         return None

@@ -27,8 +27,11 @@ from steady_doctor.laws import (
 from steady_doctor.seen import Seen
 
 # In the order of an update: a fault early on shows in later stages, too.
-OF_ANYBODY: tuple[Callable[[Seen], Iterator[Found]], ...] = (
+OF_PASSES: tuple[Callable[[Seen], Iterator[Found]], ...] = (
     *(*data.LAWS, *noise.LAWS, *timestep.LAWS, *inputs.LAWS, *condition.LAWS, *network.LAWS, *target.LAWS, *weight.LAWS),
+)
+OF_ANYBODY: tuple[Callable[[Seen], Iterator[Found]], ...] = (
+    *OF_PASSES,
     *(*gradient.LAWS, *optimizer.LAWS, *learning_rate.LAWS, *ema.LAWS, *state.LAWS, *ranks.LAWS),
 )
 # What is usual is no law for a script that declares what it does.
@@ -49,7 +52,8 @@ EFFECTS = {
 def judge(seen: Seen) -> list[Found]:
     """Returns what all laws find, each code once, a fault before its effects."""
     found: dict[str, Found] = {}
-    for law in OF_ANYBODY if seen.declared is None else OF_DECLARED:
+    of_others = OF_PASSES if seen.by_hand else OF_ANYBODY  # what the step of a script's own is to do is not known
+    for law in of_others if seen.declared is None else OF_DECLARED:
         for one in law(seen):
             found.setdefault(one.code, one)
     codes = list(found)

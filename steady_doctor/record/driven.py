@@ -108,7 +108,7 @@ class Driven(Session):
         self.followed.begin()
 
     def _start(self, loss_scale: float) -> None:
-        self._record()
+        self._record(self.updates + 1)
         assert self._recorded is not None  # noqa: S101
         self._told = self._recorded.told = Told(loss_scale=loss_scale)
         with self._pause():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from steady_doctor.record.by_hand import ByHand
 from steady_doctor.record.copies import Copies
 from steady_doctor.record.modules import Modules
 from steady_doctor.record.samples import Samples
@@ -49,9 +50,10 @@ class Recorded:
     """One recorded update: its tape, from the end of the step before to the end of its own step, and some numbers of each
     parameter and gradient at the events between."""
 
-    def __init__(self, tape: Tape, optimizer: Optimizer, update: int, copies: Copies | None = None):
+    def __init__(self, tape: Tape, optimizer: Optimizer | ByHand, update: int, copies: Copies | None = None):
         self.tape, self.optimizer, self.update, self.copies = tape, optimizer, update, copies
         self.parameters = parameters_of(optimizer)
+        self._given: list[Tensor | None] = [None] * len(self.parameters)  # gradients that the script holds itself
         self.events: list[tuple[int, str]] = []  # (length of the tape, "backward", "step" or "stepped")
         self.at_start = Samples(self.parameters)
         self.weights: list[Samples] = []  # before the first forward pass was differentiated, before the step, after it
@@ -99,9 +101,14 @@ class Recorded:
             self.finite.append(torch.isfinite(root).all())
         self.roots.append([op for root in roots if (op := self.tape.op_of(root)) is not None])
 
-    def after_backward(self) -> None:
+    def after_backward(self, given: dict[int, Tensor] | None = None) -> None:
+        """`given`: by the id of a parameter, gradients that do not stand at it."""
+        if given is not None:
+            known = [(g, given.get(id(parameter))) for g, parameter in zip(self._given, self.parameters)]
+            self._given = [new if old is None or new is None else old + new for old, new in known]
         self.after.append(self._gradients())
-        if any(what == "step" for _, what in self.events):  # a closure's, within the step
+        if isinstance(self.optimizer, ByHand) or any(what == "step" for _, what in self.events):  # a closure's, within the step
+            self.no_gradient = 0
             self._look_at_gradients()
         self.tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
 
@@ -128,9 +135,18 @@ class Recorded:
         self.events.append((len(self.tape.ops), "stepped"))
         self.weights.append(Samples(self.parameters))
 
+    def stepped_by_hand(self) -> None:
+        """The script has written to the weights since the last backward pass."""
+        last = self.events[-1][0]
+        ops = self.tape.ops
+        step = next((place for place in range(last, len(ops)) if "trained" in ops[place].changes), len(ops))
+        self.events += [(step, "step"), (len(ops), "stepped")]
+        self.at_start = self.weights[0]
+        self.weights += [self.weights[-1], Samples(self.parameters)]
+
     def _look_at_gradients(self) -> None:
         self.at_step = self._gradients()
-        self.gradients = Whole.of([parameter.grad for parameter in self.parameters])
+        self.gradients = Whole.of(self._of_parameters())
         for place, (parameter, is_zero) in enumerate(zip(self.parameters, self.gradients.zero)):
             if parameter.requires_grad and is_zero:
                 self.no_gradient |= 1 << place
@@ -143,7 +159,10 @@ class Recorded:
         return bool(rows) and bool(torch.stack([size.std() < ONE_SIZE * size.mean() for size in rows]).all())
 
     def _gradients(self) -> Samples:
-        return Samples([parameter.grad for parameter in self.parameters])
+        return Samples(self._of_parameters())
+
+    def _of_parameters(self) -> list[Tensor | None]:
+        return [parameter.grad if given is None else given for parameter, given in zip(self.parameters, self._given)]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -154,5 +173,5 @@ def _number(value: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else torch.tensor(float(value)) if isinstance(value, (int, float)) else None
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer | ByHand) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

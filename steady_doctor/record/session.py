@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from steady_doctor.record.by_hand import ByHand, Weights, asks_of_weights, leaves_of
 from steady_doctor.record.copies import Copies
 from steady_doctor.record.history import History
 from steady_doctor.record.loads import Handling, Loads
@@ -63,9 +64,12 @@ class Session:
         self._judge, self._stopped = judge, stopped
         self._due = recorded_updates()
         self._next = next(self._due)
-        self._main, self._is_known = optimizer, optimizer is not None
-        self._made: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # updates of each
-        self._turned_from: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._main: Optimizer | ByHand | None = optimizer
+        self._is_known = optimizer is not None
+        self._leaves: list[Tensor] | None = None  # what the newest backward pass asked a gradient of, and as it was then
+        self._weights: Weights | None = None
+        self._made: weakref.WeakKeyDictionary[Optimizer | ByHand, int] = weakref.WeakKeyDictionary()  # updates of each
+        self._turned_from: weakref.WeakSet[Optimizer | ByHand] = weakref.WeakSet()
         self._process = os.getpid()
         self._recorded: Recorded | None = None
         self._seeing = ExitStack()  # hooks of a recorded update
@@ -96,6 +100,7 @@ class Session:
         ):
             hooks.callback(register(functools.partial(self._safely, look)).remove)
         wrap(hooks, torch.autograd, "backward", self._backward)
+        wrap(hooks, torch.autograd, "grad", self._grad)
 
     def _safely(self, look: Callable, *arguments: Any) -> None:
         if self.failure is not None or self.resting or os.getpid() != self._process:
@@ -150,14 +155,66 @@ class Session:
             self._inside -= 1
             self._safely(self._after_backward)
 
-    def _before_backward(self, roots: list[Tensor]) -> None:
-        if self.tape is not None and self._recorded is not None:
+    def _grad(self, original: Callable, outputs: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        """The backward pass of a script without an optimizer of torch."""
+        if self._inside or not (self._main is None or isinstance(self._main, ByHand)):
+            return original(outputs, inputs, *arguments, **options)
+        roots, weights = ([given] if isinstance(given, Tensor) else list(given) for given in (outputs, inputs))
+        if not asks_of_weights(roots, weights, bool(options.get("create_graph", arguments[2:3] == (True,)))):
+            return original(outputs, inputs, *arguments, **options)
+        self._safely(self._before_backward, roots, weights)
+        self._inside += 1
+        try:
+            with self._pause():
+                gradients = original(roots, weights, *arguments, **options)
+        finally:
+            self._inside -= 1
+        self._safely(self._after_backward, {id(weight): gradient for weight, gradient in zip(weights, gradients)})
+        return gradients
+
+    def _before_backward(self, roots: list[Tensor], weights: list[Tensor] | None = None) -> None:
+        if self._main is None or isinstance(self._main, ByHand):
+            self._look_at_weights(leaves_of(roots) if weights is None else weights)
+        if self.tape is not None and self._recorded is not None and not self.tape.waits:
             self._recorded.before_backward(roots)
 
-    def _after_backward(self) -> None:
+    def _after_backward(self, gradients: dict[int, Tensor] | None = None) -> None:
         self.history.passed()
-        if self._recorded is not None:
-            self._recorded.after_backward()
+        begun = self._recorded is not None and self.tape is not None and not self.tape.waits
+        if begun:
+            self._recorded.after_backward(gradients)  # type: ignore[union-attr]
+        if isinstance(self._main, ByHand):
+            self._weights = Weights(parameters_of(self._main))
+            if begun:
+                self.tape.over = self._weights.changed  # type: ignore[union-attr]
+            else:
+                if self.tape is None and self._is_due(self.updates + 2):
+                    self._record(self.updates + 2)
+                if self.tape is not None:
+                    self.tape.waits = self._weights.changed  # by the step of this update
+        elif self._main is None and self._leaves is not None:
+            self._weights = Weights(self._leaves)
+
+    def _look_at_weights(self, leaves: list[Tensor]) -> None:
+        """Whether they were written to since the last backward pass, though no optimizer of torch has made a step."""
+        if self._main is not None:
+            if self._weights is not None and self._weights.changed():
+                self._stepped_by_hand()
+        elif self._weights is not None and self._weights.are(leaves) and self._weights.changed():
+            self._main = ByHand(leaves)
+            self._made[self._main] = self.updates = 1
+        self._leaves = leaves
+
+    def _stepped_by_hand(self) -> None:
+        self.updates += 1
+        self._made[self._main] = self.updates  # type: ignore[index]
+        if self._recorded is None or self.tape is None:
+            return
+        if self._recorded.update == self.updates:
+            self._recorded.stepped_by_hand()
+            self._judge_recorded()
+        elif self.tape.waits:  # nothing of this update was drawn by torch, so that it never began
+            self._stop()
 
     def _load(self, original: Callable, iterator: Any) -> Any:
         handling = Handling() if self._recorded is not None else nullcontext()
@@ -182,7 +239,7 @@ class Session:
         self._begin(self._main)
         return bool(left)
 
-    def _begin(self, optimizer: Optimizer) -> None:
+    def _begin(self, optimizer: Optimizer | ByHand) -> None:
         """With this optimizer in place of another one."""
         self._main, self.updates = optimizer, self._made[optimizer]
         self.history, self.copies = self.history.of_another(), None
@@ -191,6 +248,7 @@ class Session:
         number = self.loads.count
         tensors = self.loads.add(iterator, batch, self.updates)
         if self.tape is not None and self._recorded is not None:
+            self.tape.begin()
             self.tape.known(tensors, "data", number)
             self._recorded.handled.append((handling, max((len(x) for x in tensors if x.ndim > 2), default=0)))
 
@@ -261,10 +319,8 @@ class Session:
     def _between(self) -> None:
         """When an update is over."""
         self._judge_recorded()
-        if self.updates + 1 >= self._next:
-            while self.updates + 1 >= self._next:
-                self._next = next(self._due)
-            self._record()
+        if self._is_due(self.updates + 1):
+            self._record(self.updates + 1)
 
     def _judge_recorded(self) -> None:
         if self.tape is None or self._recorded is None:
@@ -279,16 +335,23 @@ class Session:
             if recorded.tape.failure is not None:
                 raise recorded.tape.failure
             devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-            with torch.random.fork_rng(devices):  # whatever is repeated, the script's draws go on as they would
+            # Whatever is repeated, the script's draws go on as they would; it may be within torch.no_grad().
+            with torch.random.fork_rng(devices), torch.enable_grad():
                 self._judge(recorded)
             del recorded  # before the garbage collector counts as usual
 
-    def _record(self) -> None:
+    def _is_due(self, update: int) -> bool:
+        due = update >= self._next
+        while update >= self._next:
+            self._next = next(self._due)
+        return due
+
+    def _record(self, update: int) -> None:
         """From here on, until this update is over."""
         assert self._main is not None  # noqa: S101
         self._seeing.enter_context(_seldom_collected())
         self.tape = Tape(parameters_of(self._main))
-        self._recorded = Recorded(self.tape, self._main, self.updates + 1, self.copies)
+        self._recorded = Recorded(self.tape, self._main, update, self.copies)
         for tensor, number in self.loads.alive():
             self.tape.known([tensor], "data", number)
         modules = self._recorded.modules
@@ -319,9 +382,9 @@ def _told_micro_steps() -> int | None:
     return told.get("num_steps")
 
 
-def _same_parameters(one: Optimizer, other: Optimizer) -> bool:
+def _same_parameters(one: Optimizer, other: Optimizer | ByHand) -> bool:
     return [id(parameter) for parameter in parameters_of(one)] == [id(parameter) for parameter in parameters_of(other)]
 
 
-def _size(optimizer: Optimizer) -> int:
+def _size(optimizer: Optimizer | ByHand) -> int:
     return sum(parameter.numel() for parameter in parameters_of(optimizer))

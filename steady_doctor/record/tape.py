@@ -7,7 +7,7 @@ outside or was drawn (`values`), and the outputs of the last layers (`held`): al
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Tape(Replay, TorchDispatchMode):
         self.failure: Exception | None = None  # of the tape's, after which nothing is recorded
         self._process = os.getpid()
         self.paused = 0  # by how many; nothing is recorded then
+        self.waits: Callable[[], bool] | None = None  # it begins with the first draw, or batch, where this holds
+        self.over: Callable[[], bool] | None = None  # and is over before the next one where this does
         self.samples: dict[int, Tensor] = {}  # of what became an average: its first numbers
         self.unowned: list[Tensor] = []  # parameters that want a gradient, and that this optimizer does not have
         self.writes: list[Write] = []  # to what is outside, with what came from trained parameters
@@ -84,6 +86,10 @@ class Tape(Replay, TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused or os.getpid() != self._process:  # a worker that was forked while this records
             return func(*args, **kwargs)
+        if (self.waits or self.over) and Traits.of(func).draws:
+            self.begin()
+        if self.waits or self.paused:
+            return func(*args, **kwargs)
         call: tuple[Op, list, set, list] | None = None
         try:
             call = self._call(func, args, kwargs)
@@ -96,6 +102,14 @@ class Tape(Replay, TorchDispatchMode):
             except Exception as error:
                 self._fail(error)
         return result
+
+    def begin(self) -> None:
+        """Before something is drawn or loaded: the first of an update that it waits for, or of the one after it."""
+        if self.waits and self.waits():
+            self.waits = None
+        elif self.over and self.over():
+            self.over = None
+            self.paused += 1
 
     def _fail(self, error: Exception) -> None:
         """Records nothing more."""

@@ -1,0 +1,118 @@
+"""Scripts that have no optimizer of torch: they ask for gradients, and write to their weights themselves."""
+
+import pytest
+import torch
+from test_styles import ALPHA_BAR, Network, T, column, pictures
+from torch.func import functional_call
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from steady_doctor.described import described
+from steady_doctor.doctor import Doctor
+
+
+def loss_of(network, x0, noise_of=torch.randn_like, target_of=lambda x0, noise: noise, told=lambda t: t):
+    t, noise = torch.randint(0, T, (len(x0),)), noise_of(x0)
+    noisy = column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise
+    return mse_loss(network(noisy, told(t)), target_of(x0, noise))
+
+
+def functional(loss, updates):
+    """Weights in a dictionary, torch.autograd.grad, Adam and an average by hand."""
+    module, images = Network(), pictures()
+    weights = {name: value.detach().clone().requires_grad_() for name, value in module.named_parameters()}
+    first, second, average = ({n: torch.zeros_like(w) for n, w in weights.items()} for _ in range(3))
+    for step in range(1, updates + 1):
+        batch = images[torch.randint(0, len(images), (8,))]
+        value = loss(lambda *given: functional_call(module, weights, given), batch)
+        with torch.no_grad():
+            for name, gradient in zip(weights, torch.autograd.grad(value, list(weights.values()))):
+                first[name].lerp_(gradient, 0.1)
+                second[name].lerp_(gradient.square(), 0.001)
+                size = (second[name] / (1 - 0.999**step)).sqrt() + 1e-8
+                weights[name].sub_(1e-3 * first[name] / (1 - 0.9**step) / size)
+                average[name].lerp_(weights[name], 0.01)
+    return list(weights.values())
+
+
+def by_data(loss, updates, micro_steps=1):
+    """backward(), and steps by way of `data`."""
+    network, step = Network(), 0
+    while step < updates * micro_steps:
+        for (batch,) in DataLoader(TensorDataset(pictures()), 8, shuffle=True):
+            (loss(network, batch) / micro_steps).backward()
+            step += 1
+            if step % micro_steps == 0:
+                for weight in network.parameters():
+                    weight.data -= 1e-2 * weight.grad
+                    weight.grad = None
+    return list(network.parameters())
+
+
+def accumulated(loss, updates):
+    return by_data(loss, updates, micro_steps=2)
+
+
+STYLES = [functional, by_data, accumulated]
+
+
+def watched(style, loss, updates=22):
+    torch.manual_seed(0)
+    doctor = Doctor()
+    with doctor.install():
+        weights = style(loss, updates)
+    assert doctor.session.failure is None
+    return [one.code for one in doctor.findings()], described(doctor.seen, doctor.network, doctor.optimizer), weights
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_healthy_one_is_judged_and_trains_to_the_same_bits(style):
+    found, said, weights = watched(style, loss_of)
+    assert found == []
+    assert "variance-preserving path, epsilon, errors weighed equally" in said and "by the script itself" in said
+    torch.manual_seed(0)
+    assert all(torch.equal(one, other) for one, other in zip(weights, style(loss_of, 22)))
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("fault", "stage"),
+    [
+        ({"noise_of": lambda x0: torch.rand_like(x0)}, "noise"),
+        ({"noise_of": lambda x0: torch.randn_like(x0[:1]).expand_as(x0)}, "noise"),
+        ({"target_of": lambda x0, noise: noise + 0.5 * x0}, "target"),
+        ({"told": lambda t: torch.zeros_like(t)}, "timestep"),
+    ],
+)
+def test_faults_of_its_passes_are_named(style, fault, stage):
+    found, _, _ = watched(style, lambda network, x0: loss_of(network, x0, **fault))
+    assert found and found[0].startswith(stage)
+
+
+def test_a_penalty_of_a_gradient_is_no_update():
+    def loss(network, x0):
+        weights = list(network.parameters())
+        value = loss_of(network, x0)
+        return value + 1e-3 * sum(g.square().sum() for g in torch.autograd.grad(value, weights, create_graph=True))
+
+    found, said, _ = watched(by_data, loss)
+    assert said.startswith("23 updates of Network") and found == []  # of three passes over the images
+
+
+def test_one_that_draws_nothing_by_torch_is_not_judged():
+    drawn = torch.randn(64, 3, 8, 8).numpy()
+
+    def loss(network, x0):
+        noise, t = torch.from_numpy(drawn[: len(x0)]), torch.arange(len(x0)) * 100
+        return mse_loss(network(column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise, t), noise)
+
+    def style(loss, updates):
+        network, images = Network(), pictures()
+        for step in range(updates):
+            loss(network, images[8 * (step % 8) : 8 * (step % 8) + 8]).backward()
+            for weight in network.parameters():
+                weight.data -= 1e-2 * weight.grad
+                weight.grad = None
+
+    found, said, _ = watched(style, loss)
+    assert found == [] and "nothing was judged" in said
