@@ -16,7 +16,6 @@ from utils.runs.ema_snapshots import Snapshots
 from utils.training.doctor import REPORT
 from utils.training.evaluation import SampleEvaluation
 from utils.training.export import Export
-from utils.training.forecast import Forecast
 from utils.training.length import is_due, preview_steps
 from utils.training.monitor import Monitor
 from utils.training.profile import Profile
@@ -36,7 +35,7 @@ class Periodic:
         options, accelerator = run.options, run.accelerator
         every, dtype = options.ema_snapshot_steps, options.ema_snapshot_dtype
         self._snapshots = Snapshots(accelerator, run.ema, run.output_dir, run.state, every=every, dtype=dtype)
-        self._exit_status, self._forecast, self._profile = 0, Forecast(run), Profile(run)
+        self._exit_status, self._profile = 0, Profile(run)
         self._shared_cpu = SharedCPU(run)
         self._preview_steps = preview_steps(options, run.length.updates_per_epoch)
         self._repetitions = ExitStack()  # of an update that is made again
@@ -49,7 +48,6 @@ class Periodic:
         if self._run.options.pretrained and self._run.state.step == 0:
             with self._monitor.paused():
                 self._show()
-        self._forecast.begin()
         self._run.progress.begin()
 
     def _evaluate_late(self) -> None:
@@ -77,7 +75,6 @@ class Periodic:
         if self._again():
             return
         run.progress.update()
-        self._forecast.after_update()
         self._shared_cpu.after_update()
         self._monitor.show_first(learning_rate)
         if self._monitor.due:  # here the host waits for the device; else it does after the first update alone
