@@ -21,7 +21,6 @@ from utils.training.monitor import Monitor
 from utils.training.profile import Profile
 from utils.training.run import Run
 from utils.training.samples import SampleGrids
-from utils.training.shared_cpu import SharedCPU
 from utils.training.validation import Validation
 
 
@@ -36,7 +35,6 @@ class Periodic:
         every, dtype = options.ema_snapshot_steps, options.ema_snapshot_dtype
         self._snapshots = Snapshots(accelerator, run.ema, run.output_dir, run.state, every=every, dtype=dtype)
         self._exit_status, self._profile = 0, Profile(run)
-        self._shared_cpu = SharedCPU(run)
         self._preview_steps = preview_steps(options, run.length.updates_per_epoch)
         self._repetitions = ExitStack()  # of an update that is made again
         self._reported = False  # whether there is a report.html, on every process alike
@@ -75,7 +73,6 @@ class Periodic:
         if self._again():
             return
         run.progress.update()
-        self._shared_cpu.after_update()
         self._monitor.show_first(learning_rate)
         if self._monitor.due:  # here the host waits for the device; else it does after the first update alone
             self._exit_status = self._monitor.report(learning_rate)
