@@ -44,7 +44,7 @@ class Network(nn.Module):
         return SimpleNamespace(sample=self.last(hidden))
 
 
-OPTIONS = DDPMOptions(image_channels=1, resolution=16, train_batch_size="auto", eval_batch_size=0)  # no samples to plan for
+OPTIONS = DDPMOptions(image_channels=1, resolution=16, train_batch_size="auto")
 OPTIMIZER = partial(make_optimizer, options=OPTIONS)
 
 
@@ -56,11 +56,11 @@ def make_network(options: DDPMOptions) -> Network:
 def plan_with(monkeypatch):
     """A plan for a device with so many MiB free, of what the options say."""
 
-    def make(mib: float, probe_bytes: int | None = None, **options) -> MemoryPlan:
+    def make(mib: float, **options) -> MemoryPlan:
         monkeypatch.setattr(
             utils.training.memory_plan, "free_memory", lambda device, local_processes: mib * MIB // local_processes
         )
-        return MemoryPlan(Accelerator(cpu=True), replace(OPTIONS, **options), make_network, OPTIMIZER, probe_bytes)
+        return MemoryPlan(Accelerator(cpu=True), replace(OPTIONS, **options), make_network, OPTIMIZER)
 
     return make
 
