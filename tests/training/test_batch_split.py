@@ -54,7 +54,7 @@ def test_what_was_given_stays_and_the_rest_follows(run, flags, processes, expect
         (PLAIN, "--global_batch_size=64 --train_batch_size=8 --gradient_accumulation_steps=1", 1, "not 1 processes .* = 8\n"),
         (PLAIN, "--global_batch_size 24 --train_batch_size 7", 1, "24 is not 1 .* 7 .* = 21\n.*divisor of 24:"),
         (PLAIN, "--global_batch_size 24 --train_batch_size 48", 1, "24 is not .* = 48\n"),
-        (PAPER, "--global_batch_size 64 --gradient_accumulation_steps 3", 2, "64 is not 2 .* steps 3 = 60\n.* of 32:"),
+        (PAPER, "--global_batch_size 64 --gradient_accumulation_steps 3", 2, "64 is not 2 .*steps 3 = 60\n.* of 32:"),
         (PAPER, "", 3, "--global_batch_size 2048 cannot be shared evenly by 3 processes"),
         (PAPER, "--train_batch_size auto --gradient_accumulation_steps 1", 1, "auto needs to know .*\nset --global_batch_size"),
         (PLAIN, "--train_batch_size auto --global_batch_size 8 --gradient_accumulation_steps 1", 1, "do not go together"),
