@@ -185,7 +185,7 @@ class Monitor:
         self._hang.now(None)
         values = others[self.ledger.due :]
         figures = figures | {name: value for name, (value,) in zip(on_device, values)}
-        report: dict[str, Any] = self._statistics.report(accelerator, sums) | self._bad_updates.report(counts)
+        report: dict[str, Any] = self._statistics.report(sums) | self._bad_updates.report(counts)
         report |= self._stopwatch.report(step, global_batch_size) | self._bad_images.update() | figures
         if self._arithmetic is not None:
             report |= self._arithmetic.figures(report["perf/images_per_second"])
