@@ -19,7 +19,7 @@ class DiskPlan:
 
     options: RunOptions
     network: int
-    updates: int | None = None  # of the whole run; None where they depend on how many images there are
+    updates: int  # of the whole run
     step: int = 0  # updates that are done
     checkpoints: int = 0  # that are there
     autoencoder: int = 0  # bytes of the one that the pipeline carries
@@ -30,8 +30,8 @@ class DiskPlan:
         one = self.network * (1 + options.num_averages) + state_bytes(options, self.network)
         found = {f"{count} checkpoint{'s' * (count > 1)}": count * one, "the pipeline": 2 * (self.network + self.autoencoder)}
         if options.use_ema and options.ema_type == "power":
-            every = options.ema_snapshot_steps or max(1, (self.updates or 0) // Snapshots.PER_RUN)
-            count = options.num_averages * (self.updates // every + 1 if self.updates else Snapshots.PER_RUN)
+            every = options.ema_snapshot_steps or max(1, self.updates // Snapshots.PER_RUN)
+            count = options.num_averages * (self.updates // every + 1)
             found[f"{count} EMA snapshots"] = count * self.network * DTYPES[options.ema_snapshot_dtype].itemsize // 4
         return found
 
@@ -40,8 +40,6 @@ class DiskPlan:
         options = self.options
         judged = bool(options.validation_images or options.best_metric != "loss")
         most = max(options.checkpoints_total_limit or 0, 2) + judged + 1
-        if self.updates is None:
-            return most if options.checkpoints_total_limit else 1
         every = options.checkpointing_steps
         in_all = self.checkpoints + self.updates // every - self.step // every + judged
         return in_all if options.checkpoints_total_limit is None else min(in_all, most)
@@ -52,10 +50,7 @@ class DiskPlan:
         parts = self.parts()
         needed = ", ".join(f"{name} {shown(size)}" for name, size in parts.items() if size)
         free = f"{shown(free_bytes(folder) + there)} are free for {folder}"
-        text = f"the run will need {shown(sum(parts.values()))} of disk ({needed}); {free}"
-        if self.updates is None and self.options.checkpoints_total_limit is None:
-            text += ". How many checkpoints there will be depends on the data: set --checkpoints_total_limit to keep few"
-        return text
+        return f"the run will need {shown(sum(parts.values()))} of disk ({needed}); {free}"
 
     def check(self, folder: Path, there: int = 0) -> None:
         """Raises UserError where the disk of `folder` has no room for it."""

@@ -175,7 +175,8 @@ class MemoryPlan:
             }
             size = storage_bytes(network.parameters())
             carried = self._autoencoder.bytes if self._autoencoder else 0
-            print(DiskPlan(options, size, options.max_train_steps, autoencoder=carried).line(Path(options.output_dir)))
+            if options.max_train_steps:  # else their number depends on that of the images
+                print(DiskPlan(options, size, options.max_train_steps, autoencoder=carried).line(Path(options.output_dir)))
             print(*foretold(vars(options), facts, schedule), sep="\n")
 
         on_main_process(self._accelerator, "predicting the memory of an update", write)
