@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from utils.core.digests import digest
@@ -20,15 +21,8 @@ from utils.diffusion.objective import Losses
 from utils.training.ledger import joined, moved, tensors_of
 from utils.training.run import Run
 
-STAGES = (
-    "batch",
-    "loss",
-    "own gradient",
-    "gradient",
-    "optimizer",
-    "weights",
-    "ema",
-)  # in the order in which one follows from the other
+# In the order in which one follows from the other.
+STAGES = ("batch", "loss", "own gradient", "gradient", "optimizer", "weights", "ema")
 MOST = 4  # times that an update is made, where the first two differ
 FAR = 8.0  # times the distance of the others from each other, beyond which a result is not one of them
 FAR_OF_RANKS = 0.1  # of a loss or of a gradient's norm, by which no other kernel's rounding moves it
@@ -177,7 +171,7 @@ class Rerun:
         ranks, rank = run.accelerator.num_processes, run.accelerator.process_index
         if ranks == 1:
             return {"outcome": "same"}
-        everyone = objects_from_all([(model_of(run.accelerator.device), [_on_host(batch) for batch in self._kept])])
+        everyone = objects_from_all([(model_of(run.accelerator.device), tree_map(_copy, self._kept))])
         found = []
         for other in (rank, (rank - 1) % ranks):
             self._before.restore()
@@ -320,10 +314,6 @@ def _restore(state: dict, kept: dict, device: torch.device) -> None:
             there.copy_(value)
         else:
             state[key] = value.to(device) if isinstance(value, Tensor) else value
-
-
-def _on_host(batch: dict) -> dict:
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def _where(found: list[list[int]], usual: list[list[int]]) -> dict[str, Any]:
