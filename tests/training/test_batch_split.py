@@ -6,7 +6,7 @@ import train_ddpm
 import train_edm2
 from utils.core.errors import UserError
 from utils.options.flags import DDPMOptions
-from utils.training.batch_split import divisors, split_batch
+from utils.training.batch_split import split_batch
 
 PAPER = (train_edm2, "--dataset_name x/y --model_preset S")  # a global batch of 2048 in micro batches of 32
 CIFAR10 = (train_ddpm, "--dataset_name x/y --model_preset cifar10")  # micro batches of 128
@@ -78,8 +78,3 @@ def test_a_split_makes_up_the_global_batch():
             else:
                 with pytest.raises(UserError, match=f"micro batches of {largest}:"):
                     split_batch(options, 3)
-
-
-def test_divisors_fall():
-    for count in (1, 2, 12, 97):
-        assert divisors(count) == sorted((d for d in range(1, count + 1) if count % d == 0), reverse=True)

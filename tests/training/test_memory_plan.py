@@ -18,9 +18,8 @@ import utils.training.memory_plan
 from utils.core.errors import UserError, out_of_memory
 from utils.optim.optimizers import make_optimizer
 from utils.options.flags import DDPMOptions
-from utils.training.batch_split import divisors
 from utils.training.memory_estimate import SHARE, TrialStep, UpdateParts, estimate_memory
-from utils.training.memory_plan import MemoryPlan, largest_that_fits
+from utils.training.memory_plan import MemoryPlan
 
 MIB = 2**20
 SHAPE = (1, 16, 16)
@@ -68,14 +67,6 @@ def plan_with(monkeypatch):
 def peak(batch: int, accumulates: bool, **options) -> float:
     network = partial(make_network, replace(OPTIONS, **options))
     return estimate_memory(UpdateParts(network, OPTIMIZER, SHAPE), batch, "cpu", accumulates=accumulates).peak / MIB
-
-
-def test_the_largest_that_fits_is_that_of_a_search_through_all():
-    for count in (1, 2, 12, 60, 97):
-        sizes = divisors(count)
-        for limit in range(count + 2):
-            expected = max((size for size in sizes if size <= limit), default=None)
-            assert largest_that_fits(sizes, lambda size, limit=limit: size <= limit) == expected
 
 
 @pytest.mark.slow
@@ -245,16 +236,3 @@ def test_an_automatic_batch_size_resumes_as_the_same_run(train, tiny_flags, tmp_
     assert train([*common, *plain]) == 0
     auto, plain = (load_file(tmp_path / name / "checkpoint-8/model.safetensors") for name in ("auto", "plain"))
     assert all(torch.equal(auto[name], plain[name]) for name in plain)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_another_layout_in_memory(train, tiny_flags, tmp_path):
-    """Same training to float rounding: kernels of fused optimizers take state and weights in the order of memory."""
-    common = [*tiny_flags, "--lr_scheduler", "constant_with_warmup", "--checkpointing_steps", 4]
-    assert train([*common, "--output_dir", tmp_path / "plain"]) == 0
-    mixed = [*common, "--output_dir", tmp_path / "mixed"]
-    assert train([*mixed, "--channels_last", "--max_train_steps", 4]) == 0
-    assert train([*mixed, "--no-channels_last", "--resume_from_checkpoint", "latest"]) == 0
-    plain, mixed = (load_file(tmp_path / name / "checkpoint-8/model.safetensors") for name in ("plain", "mixed"))
-    for name, weights in plain.items():
-        assert (weights - mixed[name]).norm() <= 1e-3 * weights.norm() + 1e-5, name

@@ -64,13 +64,10 @@ def test_sums_that_ddp_makes_in_another_order_are_not_compared(monkeypatch, rank
     [
         ([5.0, 0, 0, 0], False, "wrong", True, (1, 2, 3)),
         ([0, 5.0, 0, 0], False, "wrong", False, (0, 2, 3)),
-        ([0, 0, 0, 5.0], False, "wrong", False, (0, 1, 2)),
         ([torch.nan, 0, 0, 0], False, "wrong", True, (1, 2, 3)),
-        ([0, torch.nan, 0, 0], False, "wrong", False, (0, 2, 3)),
         ([torch.inf, torch.nan, 0, 0], False, "wrong", True, (2, 3)),
         ([0, 0, 0, 0], False, "not repeatable", True, (0,)),
         ([torch.nan] * 4, False, "not repeatable", True, (0,)),
-        ([1.0, 0, 0, 0], True, "wrong", True, (1,)),
         ([0, 1.0, 0, 0], True, "wrong", False, (0,)),
         ([1.0, 0, 2.0, 0], True, "wrong", True, (1,)),  # two errors
         ([0, 1.0, 0, 1.0], True, "wrong", False, (0,)),
@@ -118,27 +115,6 @@ def test_neighbors_are_compared_where_kernels_do_not_repeat_too(monkeypatch, nei
         pass
     alone = "same" if repeatable else "not repeatable"
     assert asked == [repeatable] and recorded == [neighbors if repeatable or neighbors == "ranks differ" else alone]
-
-
-@pytest.mark.parametrize("eager", [True, False])
-def test_an_update_that_ran_eagerly_is_repeated_eagerly(monkeypatch, eager):
-    monkeypatch.setattr(
-        "utils.training.rerun.State", lambda *arguments: SimpleNamespace(restore=lambda: None, restore_counters=lambda: None)
-    )
-    monkeypatch.setattr(Rerun, "_digests", lambda rerun: [[0] * len(STAGES)])
-    run = SimpleNamespace(
-        accelerator=SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu")),
-        state=SimpleNamespace(step=1),
-        options=SimpleNamespace(rerun_steps=1),
-        objective=SimpleNamespace(network=torch.nn.Linear(2, 1)),
-        doctor=SimpleNamespace(record=lambda step, record: None),
-    )
-    compiled = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")
-    rerun = Rerun(run)
-    rerun.begin(0, eager)
-    assert compiled(torch.zeros(())) == 1 and rerun.again()
-    assert compiled(torch.zeros(())) == (0 if eager else 1) and not rerun.again()
-    assert compiled(torch.zeros(())) == 1
 
 
 def test_weights_that_were_replaced_are_followed_anew():
@@ -210,15 +186,12 @@ def test_what_is_counted_of_an_update_that_erred_is_that_of_a_good_one(train, ti
     ("bits", "sizes", "exact", "found"),
     [
         ((1, 1), (1.0, 1.0), True, "same"),
-        ((1, 1), (1.0, 1.0), False, "same"),
         ((1, 2), (1.0, 1.0), True, "ranks differ"),
         ((1, 2), (1.0, 1.001), False, "not comparable"),
         ((1, 2), (1.0, 1.5), False, "ranks differ"),
         ((1, 2), (1.0, torch.nan), False, "ranks differ"),
-        ((1, 2), (torch.inf, 1.0), False, "ranks differ"),
         ((1, 2), (torch.inf, torch.inf), False, "not comparable"),
         ((1, 2), (torch.nan, torch.nan), False, "not comparable"),
-        ((1, 2), (torch.nan, torch.inf), False, "not comparable"),
         ((1, 2), (torch.nan, torch.nan), True, "ranks differ"),
     ],
 )
@@ -228,32 +201,6 @@ def test_devices_with_other_kernels_are_accused_of_large_differences_alone(bits,
     outcome = compare_neighbors([of(rank, bits) for rank in range(3)], [of(rank, sizes) for rank in range(3)], exact)
     accused = {"stage": "loss", "ranks": [1], "compared": "bits" if exact else "sizes"}
     assert outcome == {"outcome": found} | (accused if found == "ranks differ" else {})
-
-
-def test_losses_whose_sum_is_near_0_are_not_far_apart_by_rounding():
-    """As those of EDM2 with a learned uncertainty: by the size that ranks compare, which is none of the sum."""
-    torch.manual_seed(0)
-    weight, losses = torch.nn.Parameter(torch.ones(())), torch.randn(64)
-    losses -= losses.mean()
-
-    def size(values: torch.Tensor) -> float:
-        run = SimpleNamespace(
-            accelerator=SimpleNamespace(_models=[torch.nn.Identity()], backward=lambda loss: loss.backward()),
-            data=SimpleNamespace(samples=SimpleNamespace(on_device=lambda batch: batch, seed_dropout=lambda *numbers: None)),
-            state=SimpleNamespace(step=1),
-            objective=SimpleNamespace(
-                network=torch.nn.ParameterList([weight]),
-                draw=lambda batch: {},
-                losses=lambda model: SimpleNamespace(trained=weight * values),
-            ),
-        )
-        rerun = Rerun.__new__(Rerun)
-        rerun._run = run
-        return float(rerun._local([{}], 0)[1][0])
-
-    rounded = losses * (1 + 1e-2 * torch.randn(64))
-    assert abs(float(losses.sum() - rounded.sum())) > 0.1 * abs(float(losses.sum()))
-    assert size(rounded) == pytest.approx(size(losses), rel=0.05)
 
 
 @pytest.mark.slow

@@ -109,30 +109,6 @@ def test_an_evaluation_that_a_stop_left_out_is_made_on_resume(runs, train, monke
     assert evaluated(output_dir) == [4, 8]  # once
 
 
-@pytest.mark.slow
-def test_an_evaluation_made_on_resume_can_stop_the_run_early(runs, train, monkeypatch, script_of_evaluation):
-    folder, _ = runs
-    flags, script = script_of_evaluation
-    flags = [*flags, *EVALUATED, "--best_metric", "fd", "--early_stopping_patience", "1", "--max_train_steps", "12"]
-    flags += ["--output_dir", folder / f"early-{script.__name__}"]
-    output_dir = flags[-1]
-
-    def ever_worse(self):
-        state = self._run.state
-        if state.step == 8 and not stopped:
-            stopped.append(os.kill(os.getpid(), signal.SIGTERM))
-            return False
-        state.evaluated_step = state.step
-        return state.record("fd_randconv", float(state.step), decides=True)
-
-    stopped = []
-    monkeypatch.setattr(SampleEvaluation, "make", ever_worse)
-    assert train(flags, script) == EXIT_STOPPED
-    assert train([*flags, "--resume_from_checkpoint", "latest"], script) == 0
-    state = read_state(checkpoints(output_dir)[-1])
-    assert (state.step, state.evaluated_step, state.best_step) == (8, 8, 4)
-
-
 @pytest.fixture(params=[SCRIPTS[0], *slow_turns(SCRIPTS[1])])
 def script_of_evaluation(request, tmp_path_factory):
     flags = make_tiny_flags(tmp_path_factory.mktemp("tiny"), request.param)
