@@ -58,8 +58,7 @@ class StepAudit(DeclaredRun, Unwatched):
             self.look(self._network)
 
     def check(self, what: str) -> None:
-        looks = {"sampler": self._sampler, "exported": self._exported, "saved": self._saved, "snapshots": self._snapshots}
-        self.look(looks[what])
+        self.look(getattr(self, f"_{what}"))
 
     def _started(self) -> Iterable[Found]:
         """Beside what the run goes on from, or starts from."""

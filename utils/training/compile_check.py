@@ -54,9 +54,8 @@ def check_compiled(
     smallest = 8 * ROUNDINGS[arithmetic] / tolerance  # differences of 8 roundings of its largest sibling are none of a layer
     with _comparable(raw):
         try:
-            with together(accelerator, "checking --compile", "the updates need less"):
-                eager = _gradients(accelerator, model, raw, loss, eagerly=True)
             with together(accelerator, "checking --compile", "set a smaller --train_batch_size"):
+                eager = _gradients(accelerator, model, raw, loss, eagerly=True)
                 try:
                     found = _gradients(accelerator, model, raw, loss, eagerly=False)
                     error, layer = _largest_error(eager, found, smallest)
@@ -70,14 +69,11 @@ def check_compiled(
                         raise
                     problem = one_line(exception)[:300]
         except UserError as failed:
-            unknown = f"--compile is not checked: {failed}"
-        else:
-            unknown = None
-    eager = found = None
-    clear_device_cache(garbage_collection=True)
-    if unknown is not None:
-        print_line(unknown)
-        return True
+            print_line(f"--compile is not checked: {failed}")
+            return True
+        finally:
+            eager = found = None
+            clear_device_cache(garbage_collection=True)
     try:
         agree(accelerator, "checking --compile", problem, alike=True)
     except UserError as agreed:
