@@ -210,19 +210,6 @@ def test_gradients_that_are_not_finite_are_not_called_compared(value):
     assert setup.said == ["--compile is not checked: the eager gradients are not finite"]
 
 
-def test_what_is_compiled_for_the_check_is_what_trains():
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    setup = Setup(backend=backend)
-    assert setup.check() and len(graphs) == 1
-    setup.loss().backward()
-    assert len(graphs) == 1
-
-
 def test_under_ddp_nothing_is_sent_and_what_is_compiled_is_what_trains(monkeypatch, process_group):
     """A collective inside what may fail on one process alone would leave the others waiting. Graphs end at DDP's buckets."""
     graphs = []

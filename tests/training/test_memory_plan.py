@@ -122,17 +122,6 @@ def test_processes_on_a_cpu_share_what_is_free(plan_with, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_was_recorded_stays_while_it_fits(plan_with, tmp_path):
-    resolved = {"micro_batch_size": 2, "global_batch_size": 8, "num_processes": 1}
-    (tmp_path / "options.json").write_text(json.dumps({"resolved": resolved}))
-    assert plan_with(1000, global_batch_size=8).split(tmp_path) == (2, 4)
-    assert plan_with(1000, global_batch_size=16).split(tmp_path) == (16, 1)  # another run
-    assert plan_with(1000, global_batch_size=8).split() == (8, 1)
-    (tmp_path / "options.json").write_text("{")
-    assert plan_with(1000, global_batch_size=8).split(tmp_path) == (8, 1)
-
-
-@pytest.mark.slow
 def test_advice_fits(plan_with):
     """What is advised is what the estimates allow: smaller micro batches, and checkpointing where one image is too much."""
     free = 1.01 * peak(8, accumulates=True) / SHARE

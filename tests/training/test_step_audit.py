@@ -14,7 +14,6 @@ from benchmarks.shared.replace import replace_everywhere
 from steady_doctor.declared_run import audited_updates
 from utils.core.errors import UserError
 from utils.optim.clipping import AdaptiveLimit
-from utils.training.audit import StepAudit
 
 OF_EACH = {"data", "noise", "timestep", "input", "network", "target", "weight", "gradient", "optimizer", "learning_rate"}
 OF_EACH |= {"ema", "state"}
@@ -85,20 +84,6 @@ def test_a_resumed_run_is_compared_with_its_checkpoint(train_script, script_flag
     assert {"state-moments"} <= codes(tmp_path) <= {"state-moments", "state-moments-lost", "optimizer-count"}
 
 
-def test_weights_of_a_resumed_run_are_not_taken_for_first_ones_where_its_count_is_lost(
-    train, tiny_flags, tmp_path, monkeypatch
-):
-    from steady_doctor.built import network
-
-    fresh, begin, built = [], StepAudit.begin, network.built
-    monkeypatch.setattr(network, "built", lambda *given: fresh.append(given[2]) or built(*given))
-    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "2", "--lr_scheduler", "constant"]
-    assert train([*flags, "--max_train_steps", "2"]) == 0
-    monkeypatch.setattr(StepAudit, "begin", lambda self, update, *arguments: begin(self, 1, *arguments))
-    assert train([*flags, "--max_train_steps", "4", "--resume_from_checkpoint", "latest"]) == 0
-    assert fresh == [True, False]
-
-
 def test_the_same_bits_with_and_without_it(train_script, script, script_flags, tmp_path):
     flags = [*script_flags, "--checkpointing_steps", "8", "--dropout", "0.1"]
     for doctor in ("on", "off"):
@@ -164,34 +149,6 @@ def test_a_wrong_step_is_said_with_what_is_declared_and_observed(train, tiny_fla
     assert finding["declared"] in page and finding["observed"] in page
 
 
-def told_halved(self, accelerator, parameters, old=AdaptiveLimit.clip):
-    gradients = old(self, accelerator, parameters)
-    return gradients._replace(norm=gradients.norm / 2)
-
-
-def counted_when_clipped(self, gradients, old=AdaptiveLimit.add):
-    old(self, gradients._replace(norm=gradients.norm.clamp(max=2.0)))
-
-
-CLIPPING_FAULTS = {  # parts of the limit that are replaced
-    "none": {},
-    "once the mean": {"FACTOR": 1.0},
-    "too fast": {"RATE": 0.5},
-    "too low": {"HIGHEST": 0.2},
-    "never counted": {"add": lambda self, gradients: None},
-    "counted when it is clipped": {"add": counted_when_clipped},
-    "another norm is told": {"clip": told_halved},
-}
-
-
-@pytest.mark.parametrize("fault", ["too fast", *slow_turns("none", *list(CLIPPING_FAULTS)[3:], "once the mean")])
-def test_adaptive_clipping_that_does_not_follow_its_rule_is_named(train, tiny_flags, tmp_path, fault, monkeypatch):
-    for name, value in CLIPPING_FAULTS[fault].items():
-        monkeypatch.setattr(AdaptiveLimit, name, value)
-    assert train([*tiny_flags, "--adaptive_clipping", "--output_dir", tmp_path]) == 0
-    assert {found["stage"] for found in step_seen(tmp_path)[1].values()} == ({"gradient"} if fault != "none" else set())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["not restored", "none", "not stored"])
 def test_the_mean_of_adaptive_clipping_that_a_resume_loses_is_named(train, tiny_flags, tmp_path, fault, monkeypatch):
@@ -214,18 +171,3 @@ def test_a_resume_is_compared_with_the_checkpoint_that_was_loaded(train, tiny_fl
     assert train([*flags, "--max_train_steps", "4", "--seed", "1", "--output_dir", second]) == 0
     assert train([*flags, "--output_dir", second, "--resume_from_checkpoint", first / "checkpoint-4"]) == 0
     assert codes(second) == set()
-
-
-@pytest.mark.slow
-def test_a_dropout_that_the_network_does_not_have_is_named(train, tiny_flags, tmp_path, monkeypatch):
-    config, out = tmp_path / "config.json", tmp_path / "run"
-    network = json.loads(Path(tiny_flags[tiny_flags.index("--model_config_name_or_path") + 1], "config.json").read_text())
-    config.write_text(json.dumps(network | {"dropout": 0.2}))
-    flags = [*tiny_flags, "--max_train_steps", "2", "--model_config_name_or_path", str(tmp_path), "--output_dir", out]
-    assert train([*flags, "--dropout", "0.2"]) == 0 and codes(out) == set()
-    monkeypatch.setattr(
-        "torch.nn.Dropout.__init__", lambda self, p=0.5, inplace=False, old=torch.nn.Dropout.__init__: old(self, p / 2)
-    )
-    assert train([*flags, "--dropout", "0.2", "--overwrite_output_dir"]) == 0
-    [(code, found)] = step_seen(out)[1].items()
-    assert (code, found["declared"], found["observed"]) == ("network-dropout", "0.2", "0.1")

@@ -198,16 +198,3 @@ def test_any_seed_will_do(digits, evaluate_in):
     evaluation, recorded, said = evaluate_in(digits, digits.subset([]), seed=-1)
     evaluation.make()
     assert len(recorded) == 1 and not any("left out" in line for line in said)
-
-
-@pytest.mark.parametrize("fails", ["utils.evaluation.evaluator.compare", "utils.training.evaluation.to_uint8"])
-def test_what_fails_costs_the_evaluation_and_not_the_training(digits, evaluate_in, tmp_path, monkeypatch, fails):
-    def fail(*args, **kwargs):
-        raise torch.linalg.LinAlgError("the algorithm failed to converge")
-
-    monkeypatch.setattr(fails, fail)
-    evaluation, recorded, said = evaluate_in(digits, digits.subset([]))
-    assert not evaluation.make() and not evaluation.due()
-    assert recorded == [] and len(said) == 1
-    assert said[0].startswith("left out: the evaluation after 5 updates: ") and "LinAlgError: the algorithm failed" in said[0]
-    assert "in fail\n" in (tmp_path / "errors" / "evaluation-5-rank0.txt").read_text()
