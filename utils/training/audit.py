@@ -58,7 +58,8 @@ class StepAudit(DeclaredRun, Unwatched):
             self.look(self._network)
 
     def check(self, what: str) -> None:
-        self.look(getattr(self, f"_{what}"))
+        looks = {"sampler": self._sampler, "exported": self._exported, "saved": self._saved, "snapshots": self._snapshots}
+        self.look(looks[what])
 
     def _started(self) -> Iterable[Found]:
         """Beside what the run goes on from, or starts from."""
