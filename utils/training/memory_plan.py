@@ -68,7 +68,7 @@ class MemoryPlan:
 
     def _parts(self, **changes: Any) -> UpdateParts:
         """Of an update with the options, but for these."""
-        options, accelerator = replace(self._options, **changes), self._accelerator
+        options, accelerator = replace(self._options, **changes) if changes else self._options, self._accelerator
         return UpdateParts(
             partial(self._make_network, options),
             self._make_optimizer,
