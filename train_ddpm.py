@@ -36,7 +36,6 @@ from utils.diagnostics.probe import examine_network
 from utils.diffusion import flow
 from utils.diffusion.classes import class_of_samples, classes_known, embedded, needed_classes, training_labels
 from utils.diffusion.ddpm import describe_schedule, loss_per_sample, loss_weights, scheduler_of, training_target
-from utils.diffusion.ideal_denoiser import bytes_for_gap
 from utils.diffusion.objective import CODE_LOADER, Losses, Objective
 from utils.diffusion.unet import make_unet, use_xformers
 from utils.optim.nonfinite import propagate_nonfinite, step_if_finite
@@ -153,8 +152,7 @@ def main(options: DDPMOptions) -> int:
     config = start.config if start else None
     make_network = partial(make_unet, device_type=accelerator.device.type, config=config, shape=shape)
     new_optimizer = partial(make_optimizer, options=options)
-    probe_bytes = 0 if autoencoder else bytes_for_gap(shape, options.random_flip)
-    plan = MemoryPlan(accelerator, options, make_network, new_optimizer, probe_bytes, autoencoder)
+    plan = MemoryPlan(accelerator, options, make_network, new_optimizer, autoencoder)
     plan.settle()  # --train_batch_size auto and --global_batch_size become numbers
     if options.dry_run:
         return plan.show(describe_schedule(start.make_scheduler() if start else scheduler_of(options)))

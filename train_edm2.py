@@ -113,7 +113,7 @@ def main(options: EDM2Options) -> int:
     config = start.config if start else None
     make_network = partial(make_edm2_unet, device_type=accelerator.device.type, config=config, shape=shape)
     new_optimizer = partial(make_optimizer, options=replace(options, adam_epsilon=epsilon_of_means(options, shape)))
-    plan = MemoryPlan(accelerator, options, make_network, new_optimizer, probe_bytes=0, autoencoder=autoencoder)
+    plan = MemoryPlan(accelerator, options, make_network, new_optimizer, autoencoder)
     plan.settle()  # --train_batch_size auto and --global_batch_size become numbers
     if options.dry_run:
         return plan.show()

@@ -165,6 +165,7 @@ def test_every_flag_is_read(module):
             "--checkpoint_steps 3",
             r"unknown flag --checkpoint_steps\nnearest: --checkpointing_steps, .*\n\S+ --help all lists all flags$",
         ),
+        ("--profile 20", r"^--profile is no longer a flag\nuse a profiler that starts the script"),
         ("--hub_tok secret", "unknown flag --hub_tok\nnearest: --hub_token"),
         ("--train_batch_size 0", "--train_batch_size must be a whole number of at least 1, or auto; got 0"),
         ("--learning_rate 0", "--learning_rate must be a number above 0; got 0"),

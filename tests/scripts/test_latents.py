@@ -6,13 +6,11 @@ import shutil
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, run_script, same_bytes, slow_turns, small_kl, step_seen
 from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny, DDPMScheduler
 from safetensors.torch import load_file
@@ -23,13 +21,10 @@ import train_edm2
 from models.guided_pipeline import LatentDDPMPipeline
 from utils.core import randomness
 from utils.core.errors import UserError
-from utils.data.autoencoder import Autoencoder, load_autoencoder
+from utils.data.autoencoder import load_autoencoder
 from utils.data.dataset import load_images
 from utils.data.latents import PackedLatents, draw_latents, pack_latents
 from utils.diffusion.pipelines import load_decoder, load_network
-from utils.diffusion.unet import make_unet
-from utils.optim.optimizers import make_optimizer
-from utils.training.memory_plan import MemoryPlan
 
 IN_A_FRESH_PROCESS = """
 import sys, numpy, torch
@@ -320,20 +315,6 @@ def test_a_second_process_takes_the_part_of_one_that_dies(vae, tmp_path, undistu
     first.communicate()
     assert second.communicate()[0] == "300\n"
     assert files_of(tmp_path) == undisturbed
-
-
-@pytest.mark.slow
-def test_the_memory_plan_counts_the_decoder(flags, tmp_path):
-    options = train_ddpm.parse_args([*map(str, flags), "--output_dir", str(tmp_path)])
-    accelerator, samples = Accelerator(cpu=True), {}
-    for channels in (8, 64):
-        network = small_kl(block_out_channels=(8, channels))
-        autoencoder = Autoencoder(network, options.image_shape, 2, 3)
-        make = partial(make_unet, shape=autoencoder.latent_shape)
-        plan = MemoryPlan(accelerator, options, make, partial(make_optimizer, options=options), 0, autoencoder)
-        samples[autoencoder.bytes] = plan.between_updates(plan.estimate(8, 1))["samples of 4"]
-    (small, with_small), (large, with_large) = samples.items()
-    assert with_large - with_small >= large - small > 0
 
 
 def test_an_edm2_run_has_the_settings_of_latents(vae):

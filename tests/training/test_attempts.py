@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import same_bytes
 
-from utils.core.distributed import from_main_process, on_main_process, together, waited_for
+from utils.core.distributed import from_main_process, on_main_process, waited_for
 from utils.core.errors import LostProcess, UserError
 from utils.runs.state import TrainState
 from utils.training.attempts import Attempts
@@ -251,13 +251,3 @@ def test_what_needs_all_processes_is_refused_where_each_works_alone(tmp_path):
         with pytest.raises(RuntimeError, match="needs all processes, inside 'hashing'"):
             on_main_process(process, "hashing", meeting)
         meeting()  # and outside it is none
-
-
-def test_one_process_meets_its_own_failure():
-    process = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True)
-    with pytest.raises(LookupError, match="planted"), together(process, "shopping"):
-        fail()
-    with pytest.raises(LookupError, match="planted"):
-        on_main_process(process, "shopping", fail)
-    with pytest.raises(UserError, match=r"out of memory \(no room\); buy more"), together(process, "shopping", "buy more"):
-        raise torch.OutOfMemoryError("no room")

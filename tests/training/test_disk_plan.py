@@ -14,7 +14,7 @@ from torch import nn
 from train_ddpm import parse_args
 from utils.core.errors import UserError
 from utils.optim.optimizers import make_optimizer, state_bytes
-from utils.options.flags import DDPMOptions, EDM2Options, OptimizerOptions
+from utils.options.flags import DDPMOptions, OptimizerOptions
 from utils.options.presets import EDM2_FLAGS, FLAGS
 from utils.training.disk_plan import DiskPlan, free_bytes
 
@@ -67,35 +67,21 @@ def test_a_run_takes_what_was_counted(train, tiny_flags, tmp_path):
     network = sum(tensor.nbytes for tensor in load_file(checkpoint / "model.safetensors").values())
     parts = DiskPlan(parse_args(flags), network, updates=8).parts()
     weights = sum(path.stat().st_size for path in checkpoint.iterdir() if path.suffix in (".safetensors", ".bin"))
-    taken = [3 * weights, size_of(folder / "ema_snapshots"), 2 * exported.stat().st_size]
-    counted = list(parts.values())
-    assert [name.split()[0] for name in parts] == ["3", "6", "the", "3"]
-    assert all(0.8 * there < planned <= there for planned, there in zip(counted, taken)), (counted, taken)
-    assert size_of(folder / "samples") < counted[3]
-
-
-def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
+    snapshots = sum(path.stat().st_size for path in (folder / "ema_snapshots").iterdir())
+    taken = {"3 checkpoints": 3 * weights, "the pipeline": 2 * exported.stat().st_size, "6 EMA snapshots": snapshots}
+    assert parts.keys() == taken.keys()
+    assert all(0.8 * taken[name] < planned <= taken[name] for name, planned in parts.items()), (parts, taken)
 
 
 def test_the_verdict_counts_what_a_run_in_the_folder_frees(monkeypatch, tmp_path):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(40 * MIB))
     plan = DiskPlan(OPTIONS, MIB, updates=100)
-    line = r"need 4\d\.\d MiB of disk \(10 checkpoints of 4.0 MiB, one of them being written, the pipeline 2.0 MiB, 3 previews"
-    with pytest.raises(UserError, match=line + r".*; 40.0 MiB are free for .*: set --checkpoints_total_limit 2, make room"):
+    line = r"need 42.0 MiB of disk \(10 checkpoints 40.0 MiB, the pipeline 2.0 MiB\); 40.0 MiB are free for .*\n.*_total_limit"
+    with pytest.raises(UserError, match=line):
         plan.check(tmp_path)
     plan.check(tmp_path, there=20 * MIB)
-    with pytest.raises(UserError, match=r"free for .*: make room, or set another --output_dir$"):
-        DiskPlan(OPTIONS, 40 * MIB, updates=100).check(tmp_path)
-    unknown = DiskPlan(OPTIONS, MIB).line(tmp_path)
-    assert "depends on the data: set --checkpoints_total_limit" in unknown and "1 checkpoint of" in unknown
     assert free_bytes(tmp_path / "not" / "yet") == 40 * MIB
-
-
-def test_edm2_counts_its_snapshots(tmp_path):
-    options = EDM2Options(dataset_name="digits", ema_type="power", max_train_steps=4000)
-    assert "82 EMA snapshots" in DiskPlan(options, MIB, 4000).parts()
 
 
 @pytest.mark.slow
@@ -109,5 +95,5 @@ def test_a_run_that_will_not_fit_is_refused_before_it_deletes_another(server, ti
         runs = server.start(["train_ddpm.py", *flags, "--train_batch_size", 8 // processes], processes)
         assert [run.wait() for run in runs] == [2] * processes, runs[0].text()
         [line] = [line for run in runs for line in run.text().splitlines() if line.startswith("error: ")]
-        assert "8 checkpoints of" in line and "set --checkpoints_total_limit 2" in line
+        assert "8 checkpoints" in line
         assert Path(disk, "unet/x").read_text() == "before"

@@ -7,7 +7,7 @@ from utils.core.errors import UserError
 from utils.training.length import check_global_batch, is_due, updates_per_epoch
 
 
-@pytest.mark.parametrize("images", [1, 7, 16, 100, 1797])
+@pytest.mark.parametrize("images", [7, 16, 1797])
 @pytest.mark.parametrize(("batch", "processes", "accumulation"), [(1, 1, 1), (16, 1, 1), (4, 2, 3), (3, 8, 2)])
 def test_updates_per_epoch_counts_like_accelerates_data_loader(images, batch, processes, accumulation):
     """Against Accelerate itself: the longest shard of a prepared loader, in accumulation windows."""

@@ -1,6 +1,5 @@
-"""What needs memory between two updates: predicted as it is, in pieces where it can be, and said by --dry_run."""
+"""What is made between two updates in pieces, what reports leave out where memory is small, and devices without float64."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,22 +9,18 @@ import torch
 from accelerate import Accelerator
 from diffusers.configuration_utils import FrozenDict
 from test_data_check import image_set
-from test_memory_plan import SHAPE, peak
+from test_memory_plan import peak
 from test_probe_figures import Known
 from torch import nn
 
-import utils.training.memory_plan
-from benchmarks.shared.measuring import PeakMemory
 from utils.data.training_data import TrainingSamples
 from utils.diagnostics.dynamics import Dynamics
 from utils.diagnostics.probe import PROBE_IMAGES, examine_network, probe_network
 from utils.diffusion.ddpm import make_noise_scheduler
-from utils.diffusion.edm2_unet import make_edm2_unet
 from utils.diffusion.objective import Losses
-from utils.diffusion.unet import make_unet
 from utils.optim.clipping import Gradients
-from utils.options.flags import DDPMOptions, EDM2Options
-from utils.training.memory_estimate import SHARE, forward_peak
+from utils.options.flags import DDPMOptions
+from utils.training.memory_estimate import SHARE
 from utils.training.progress import ProgressBar
 from utils.training.validation import Validation
 
@@ -65,50 +60,6 @@ def test_figures_of_the_probe_do_not_depend_on_its_pieces():
     assert pieces["training_error"] == pytest.approx(whole["training_error"], rel=1e-5)
     mixes = Known(lambda x, t: x - x.mean(0))
     assert probe_network(mixes, scheduler, images, batch_size=1)["batch_response"] > 0.5
-
-
-@pytest.mark.parametrize(("make", "kind"), [(make_unet, DDPMOptions), (make_edm2_unet, EDM2Options)])
-def test_a_forward_pass_needs_what_is_predicted(make, kind):
-    make_network = partial(make, kind(resolution=16, image_channels=1, model_preset="digits16"))
-    network, images, times = make_network().eval(), torch.randn(32, *SHAPE), torch.zeros(32, dtype=torch.int64)
-    with torch.no_grad():
-        network(images, times)
-        with PeakMemory(torch.device("cpu")) as real:
-            network(images, times)
-    predicted = forward_peak(make_network, image_shape=SHAPE, batch_size=32, device="cpu")
-    # The libraries' workspace, of which nobody knows, is taken for the largest output: a part of the whole.
-    assert real.bytes <= predicted <= 1.4 * real.bytes
-
-
-def test_the_verdict_is_that_of_the_worst_moment(plan_with):
-    free = 1.05 * peak(8, accumulates=False) / SHARE
-    assert "\nfits: " in plan_with(free).table(8, 1)
-    table = plan_with(
-        free, probe_bytes=0, eval_batch_size=16, eval_steps=1, evaluation_batch_size=512, validation_images=8
-    ).table(8, 1)
-    for line in ("samples of 16", "evaluation of 512", "validation of 8", "probe of 32"):
-        assert f"\n{line}" in table
-    assert "\nfits: " not in table and "updates fit, but not all between them" in table
-    advised = int(table.split("--evaluation_batch_size ")[1].split()[0])
-    assert "\nfits: " in plan_with(free, eval_steps=1, evaluation_batch_size=advised).table(8, 1)
-    assert "\nfits: " not in plan_with(free, eval_steps=1, evaluation_batch_size=advised + 1).table(8, 1)
-    table = plan_with(free, eval_steps=1, evaluation_batch_size=1).table(8, 1)
-    assert "\nfits: " in table
-
-
-@pytest.mark.slow
-def test_a_micro_batch_is_sized_for_what_looks_at_one_too(plan_with, monkeypatch):
-    monkeypatch.setattr(
-        utils.training.memory_plan, "probe_batch", lambda size, image_shape: size
-    )  # these images are small ones
-    free = 1.05 * peak(8, accumulates=True) / SHARE
-    assert plan_with(free, global_batch_size=16).split() == (8, 2)
-    between = plan_with(free, probe_bytes=0)
-    room = SHARE * free * MIB - max(between.between_updates(between.estimate(4, 4)).values())
-    assert plan_with(free, probe_bytes=int(0.99 * room), global_batch_size=16).split() == (
-        4,
-        4,
-    )  # what remains beside a probe of 4 images
 
 
 def test_a_batch_that_fits_compiled_alone_is_measured_without_an_eager_update(plan_with):
@@ -174,10 +125,3 @@ def test_validation_needs_no_float64_of_the_device():
     progress = ProgressBar(False, 0, 1)
     run = SimpleNamespace(options=options, accelerator=process, data=data, objective=objective, progress=progress)
     assert Validation(run).mean_loss() == 0.25
-
-
-def test_what_processes_tell_each_other_of_their_memory_is_exact_and_no_float64(plan_with, monkeypatch):
-    plan, seen = plan_with(100), []
-    monkeypatch.setattr(plan._accelerator, "gather", lambda tensor: seen.append(tensor) or tensor, raising=False)
-    assert plan._gathered(2**53 + 1) == [2**53 + 1] and plan._gathered(True) == [1]
-    assert all(tensor.dtype != torch.float64 for tensor in seen)

@@ -18,9 +18,8 @@ import utils.training.memory_plan
 from utils.core.errors import UserError, out_of_memory
 from utils.optim.optimizers import make_optimizer
 from utils.options.flags import DDPMOptions
-from utils.training.batch_split import divisors
 from utils.training.memory_estimate import SHARE, TrialStep, UpdateParts, estimate_memory
-from utils.training.memory_plan import MemoryPlan, largest_that_fits
+from utils.training.memory_plan import MemoryPlan
 
 MIB = 2**20
 SHAPE = (1, 16, 16)
@@ -44,7 +43,7 @@ class Network(nn.Module):
         return SimpleNamespace(sample=self.last(hidden))
 
 
-OPTIONS = DDPMOptions(image_channels=1, resolution=16, train_batch_size="auto", eval_batch_size=0)  # no samples to plan for
+OPTIONS = DDPMOptions(image_channels=1, resolution=16, train_batch_size="auto")
 OPTIMIZER = partial(make_optimizer, options=OPTIONS)
 
 
@@ -56,11 +55,11 @@ def make_network(options: DDPMOptions) -> Network:
 def plan_with(monkeypatch):
     """A plan for a device with so many MiB free, of what the options say."""
 
-    def make(mib: float, probe_bytes: int | None = None, **options) -> MemoryPlan:
+    def make(mib: float, **options) -> MemoryPlan:
         monkeypatch.setattr(
             utils.training.memory_plan, "free_memory", lambda device, local_processes: mib * MIB // local_processes
         )
-        return MemoryPlan(Accelerator(cpu=True), replace(OPTIONS, **options), make_network, OPTIMIZER, probe_bytes)
+        return MemoryPlan(Accelerator(cpu=True), replace(OPTIONS, **options), make_network, OPTIMIZER)
 
     return make
 
@@ -68,14 +67,6 @@ def plan_with(monkeypatch):
 def peak(batch: int, accumulates: bool, **options) -> float:
     network = partial(make_network, replace(OPTIONS, **options))
     return estimate_memory(UpdateParts(network, OPTIMIZER, SHAPE), batch, "cpu", accumulates=accumulates).peak / MIB
-
-
-def test_the_largest_that_fits_is_that_of_a_search_through_all():
-    for count in (1, 2, 12, 60, 97):
-        sizes = divisors(count)
-        for limit in range(count + 2):
-            expected = max((size for size in sizes if size <= limit), default=None)
-            assert largest_that_fits(sizes, lambda size, limit=limit: size <= limit) == expected
 
 
 @pytest.mark.slow
@@ -128,17 +119,6 @@ def test_processes_on_a_cpu_share_what_is_free(plan_with, monkeypatch):
     shared = plan_with(free)
     assert shared.free == alone.free // 2 and not shared.fits(shared.estimate(8, 1))
     assert "that are free to each of 2 processes" in shared.table(8, 1)
-
-
-@pytest.mark.slow
-def test_what_was_recorded_stays_while_it_fits(plan_with, tmp_path):
-    resolved = {"micro_batch_size": 2, "global_batch_size": 8, "num_processes": 1}
-    (tmp_path / "options.json").write_text(json.dumps({"resolved": resolved}))
-    assert plan_with(1000, global_batch_size=8).split(tmp_path) == (2, 4)
-    assert plan_with(1000, global_batch_size=16).split(tmp_path) == (16, 1)  # another run
-    assert plan_with(1000, global_batch_size=8).split() == (8, 1)
-    (tmp_path / "options.json").write_text("{")
-    assert plan_with(1000, global_batch_size=8).split(tmp_path) == (8, 1)
 
 
 @pytest.mark.slow
@@ -245,16 +225,3 @@ def test_an_automatic_batch_size_resumes_as_the_same_run(train, tiny_flags, tmp_
     assert train([*common, *plain]) == 0
     auto, plain = (load_file(tmp_path / name / "checkpoint-8/model.safetensors") for name in ("auto", "plain"))
     assert all(torch.equal(auto[name], plain[name]) for name in plain)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_another_layout_in_memory(train, tiny_flags, tmp_path):
-    """Same training to float rounding: kernels of fused optimizers take state and weights in the order of memory."""
-    common = [*tiny_flags, "--lr_scheduler", "constant_with_warmup", "--checkpointing_steps", 4]
-    assert train([*common, "--output_dir", tmp_path / "plain"]) == 0
-    mixed = [*common, "--output_dir", tmp_path / "mixed"]
-    assert train([*mixed, "--channels_last", "--max_train_steps", 4]) == 0
-    assert train([*mixed, "--no-channels_last", "--resume_from_checkpoint", "latest"]) == 0
-    plain, mixed = (load_file(tmp_path / name / "checkpoint-8/model.safetensors") for name in ("plain", "mixed"))
-    for name, weights in plain.items():
-        assert (weights - mixed[name]).norm() <= 1e-3 * weights.norm() + 1e-5, name

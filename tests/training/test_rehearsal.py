@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SCRIPTS, make_tiny_flags, small_kl
-from rehearsal import Device, Event, stand_ins
+from conftest import small_kl
+from rehearsal import Device, stand_ins
 
 from utils.data.autoencoder import Autoencoder, Scale
 from utils.training.between_updates import Periodic
@@ -164,51 +164,6 @@ def test_no_option_makes_the_host_wait(script, script_flags, precision, rehearse
 
 
 # What changes what is drawn, encoded or validated.
-PAIRED = [
-    "--class_conditional --label_dropout 0.5 --guidance 2",
-    "--vae {vae} --latent_scale auto",
-    "--validation_images 8 --validation_steps 2",
-    "--random_flip",
-    "--balanced_sampling",
-    "--eval_steps 2 --eval_images 12",
-    "--dropout 0.1",
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", range(8))
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_pairs_of_options_on_the_device(name, row, rehearse, tmp_path):
-    """An orthogonal array (8 runs, 7 columns, strength 2): of each two options every combination of on and off is rehearsed."""
-    on = [options for number, options in enumerate(PAIRED, start=1) if (number & row).bit_count() % 2]
-    classes = PAIRED[0] in on
-    if not classes and name == "train_edm2.py":
-        on.append("--no-class_conditional")
-    flags, autoencoder = make_tiny_flags(tmp_path, name), None
-    if PAIRED[1] in on:
-        autoencoder = small_kl()
-        autoencoder.save_pretrained(tmp_path / "vae")
-        path = tmp_path / "config.json"
-        network = json.loads(path.read_text()) | {"in_channels": 3, "out_channels": 3}
-        path.write_text(json.dumps(network | ({"sample_size": 8} if "sample_size" in network else {})))
-    words = " ".join(on).format(vae=tmp_path / "vae").split()
-    flags += ["--max_train_images", "40", "--max_train_steps", "3", "--logging_steps", "2", *words]
-    device = rehearse([*flags, "--output_dir", tmp_path / "run"], importlib.import_module(Path(name).stem))
-    check_updates(device, 3, 2, 1, uploads(name, classes))
-    history = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
-    assert sum("validation/loss" in record for record in history) == 2 * (PAIRED[2] in on)
-    assert sum("evaluation" in record for record in history) == 2 * (PAIRED[5] in on)
-    if autoencoder is not None:  # it comes to the device for the one preview, and for each evaluation, once
-        moved = Counter(made for event in device.events for made in moves(event))
-        tensors = len(autoencoder.state_dict())
-        assert moved == {"SampleGrids.make": tensors} | ({"SampleEvaluation._evaluate": 2 * tensors} if PAIRED[5] in on else {})
-
-
-def moves(event: Event) -> list[str]:
-    """What the autoencoder was sent to the device for, in an event between two updates."""
-    if event.kind != "upload" or event.calls[-1] != "Autoencoder.on" or not event.milestone:
-        return []
-    return [name for name in event.calls if name in ("SampleGrids.make", "SampleEvaluation._evaluate")]
 
 
 @pytest.fixture
@@ -237,53 +192,3 @@ def test_an_autoencoder_moves_once_and_its_scale_is_sent_once(autoencoder, monke
     assert autoencoder.network.device.type == "cpu"
     autoencoder.scale = Scale([0.0] * 3, [1.0] * 3)
     assert torch.equal(autoencoder.normalized(latents), latents)  # the new one
-
-
-def test_what_the_device_tells():
-    """Each way in which values cross, and none where they do not."""
-    with Device() as device:
-        x = torch.arange(6.0).view(2, 3).to("meta")
-        assert [(event.kind, event.waits) for event in device.events] == [("upload", True)]
-        pinned = device.pin(torch.ones(3))
-        crossings = [
-            (lambda: x.sum().item(), 15.0),
-            (lambda: bool((x > 4).any()), True),
-            (lambda: x[1].tolist(), [3.0, 4.0, 5.0]),
-            (lambda: x.T.cpu()[2].tolist(), [2.0, 5.0]),
-            (lambda: float(x[0, 1]), 1.0),
-            (lambda: torch.zeros(2, 3).copy_(x).sum().item(), 15.0),
-            (lambda: len(x[x > 2]), 3),
-            (lambda: len(x.nonzero()), 5),
-        ]
-        for cross, expected in crossings:
-            device.events.clear()
-            assert cross() == expected
-            assert [event.kind for event in device.events] == ["read"]
-            assert device.events[0].place.startswith("tests/training/test_rehearsal.py:")
-        uploads = [
-            (lambda: pinned.to("meta", non_blocking=True), False),
-            (lambda: pinned.to("meta"), True),
-            (lambda: torch.ones(3).to("meta", non_blocking=True), True),
-            (lambda: torch.tensor([1.0, 2.0], device="meta"), True),
-            (lambda: x.new_tensor(2.0), True),
-            (lambda: torch.as_tensor(2.0, device="meta"), True),
-            (lambda: x[torch.tensor([0])], True),
-            (lambda: torch.where(x > 2, x, torch.tensor(1.0)), True),
-        ]
-        for cross, waits in uploads:
-            device.events.clear()
-            assert cross().is_meta
-            assert [(event.kind, event.waits) for event in device.events] == [("upload", waits)]
-        device.events.clear()
-        weight = x.clone().requires_grad_()
-        (weight * torch.tensor(2.0)).square().sum().backward()  # a number of the CPU is an argument of the kernel
-        view = weight.grad.T[0].mul_(2.0)
-        y = torch.where(x > 2, 1.0, torch.nan) + torch.full((3,), 1.0, device="meta") + x.new_full((), 2.0)
-        y[:, 1:] = 7.0
-        assert not [event for event in device.events if event.kind == "read"]
-        assert view.tolist() == [0.0, 48.0] and weight.grad.tolist() == [[0.0, 8.0, 16.0], [48.0, 32.0, 40.0]]
-        assert y.nan_to_num(-1.0).tolist() == [[-1.0, 7.0, 7.0], [4.0, 7.0, 7.0]]
-        with pytest.raises(RuntimeError, match="same device"):
-            x + torch.ones(3)
-        with pytest.raises(RuntimeError, match="same device"):
-            torch.cat([x, torch.ones(2, 3)])

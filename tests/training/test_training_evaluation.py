@@ -109,30 +109,6 @@ def test_an_evaluation_that_a_stop_left_out_is_made_on_resume(runs, train, monke
     assert evaluated(output_dir) == [4, 8]  # once
 
 
-@pytest.mark.slow
-def test_an_evaluation_made_on_resume_can_stop_the_run_early(runs, train, monkeypatch, script_of_evaluation):
-    folder, _ = runs
-    flags, script = script_of_evaluation
-    flags = [*flags, *EVALUATED, "--best_metric", "fd", "--early_stopping_patience", "1", "--max_train_steps", "12"]
-    flags += ["--output_dir", folder / f"early-{script.__name__}"]
-    output_dir = flags[-1]
-
-    def ever_worse(self):
-        state = self._run.state
-        if state.step == 8 and not stopped:
-            stopped.append(os.kill(os.getpid(), signal.SIGTERM))
-            return False
-        state.evaluated_step = state.step
-        return state.record("fd_randconv", float(state.step), decides=True)
-
-    stopped = []
-    monkeypatch.setattr(SampleEvaluation, "make", ever_worse)
-    assert train(flags, script) == EXIT_STOPPED
-    assert train([*flags, "--resume_from_checkpoint", "latest"], script) == 0
-    state = read_state(checkpoints(output_dir)[-1])
-    assert (state.step, state.evaluated_step, state.best_step) == (8, 8, 4)
-
-
 @pytest.fixture(params=[SCRIPTS[0], *slow_turns(SCRIPTS[1])])
 def script_of_evaluation(request, tmp_path_factory):
     flags = make_tiny_flags(tmp_path_factory.mktemp("tiny"), request.param)
@@ -222,16 +198,3 @@ def test_any_seed_will_do(digits, evaluate_in):
     evaluation, recorded, said = evaluate_in(digits, digits.subset([]), seed=-1)
     evaluation.make()
     assert len(recorded) == 1 and not any("left out" in line for line in said)
-
-
-@pytest.mark.parametrize("fails", ["utils.evaluation.evaluator.compare", "utils.training.evaluation.to_uint8"])
-def test_what_fails_costs_the_evaluation_and_not_the_training(digits, evaluate_in, tmp_path, monkeypatch, fails):
-    def fail(*args, **kwargs):
-        raise torch.linalg.LinAlgError("the algorithm failed to converge")
-
-    monkeypatch.setattr(fails, fail)
-    evaluation, recorded, said = evaluate_in(digits, digits.subset([]))
-    assert not evaluation.make() and not evaluation.due()
-    assert recorded == [] and len(said) == 1
-    assert said[0].startswith("left out: the evaluation after 5 updates: ") and "LinAlgError: the algorithm failed" in said[0]
-    assert "in fail\n" in (tmp_path / "errors" / "evaluation-5-rank0.txt").read_text()

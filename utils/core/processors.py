@@ -1,13 +1,9 @@
-"""The processors that this process may use, and how long its threads wait for them. Imports no torch."""
+"""The processors that this process may use. Imports no torch."""
 
 import contextlib
 import os
-from pathlib import Path
-from typing import NamedTuple
 
 from utils.core.control_groups import own_groups
-
-THREADS = Path("/proc/self/task")
 
 
 def usable_cores() -> int:
@@ -29,20 +25,3 @@ def processor_limit() -> float | None:
             if quota > 0:  # version 1 has -1 without a limit
                 limits.append(quota / period)
     return min(limits, default=None)
-
-
-class ThreadTime(NamedTuple):
-    """Nanoseconds of a thread."""
-
-    ran: int
-    waited: int  # ready to run, but other threads had the processors, or the control group's share was used up
-
-
-def thread_times() -> dict[str, ThreadTime]:
-    """Returns the times of each thread of this process since it began, by its number; none where the system does not tell."""
-    times = {}
-    for folder in THREADS.glob("*"):
-        with contextlib.suppress(OSError, ValueError):  # it ended just now
-            ran, waited, _ = map(int, (folder / "schedstat").read_text().split())
-            times[folder.name] = ThreadTime(ran, waited)
-    return times

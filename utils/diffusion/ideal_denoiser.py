@@ -31,13 +31,6 @@ _CHUNK_BYTES = 2**25  # of training images as float64
 _SUBSET_BYTES = 2**28  # of training images as float32
 
 
-def bytes_for_gap(image_shape: tuple[int, int, int], random_flip: bool, max_images: int = 2048) -> int:
-    """Most that `denoiser_gap` holds beside the network's pass: the images that it knows, four times as many for a moment while
-    mirrored ones join them, and a chunk of them in float64, its squares and their sum."""
-    known = min(4 * max_images * math.prod(image_shape), _SUBSET_BYTES)
-    return (4 if random_flip else 2) * known + 3 * min(2 * known, _CHUNK_BYTES)
-
-
 def ideal_clean_images(
     noisy_images: torch.Tensor, alphas_cumprod: torch.Tensor, training_images: torch.Tensor, chunk_size: int | None = None
 ) -> torch.Tensor:

@@ -23,6 +23,7 @@ from utils.options.config_file import HIDDEN, config_text, read_config
 from utils.options.values import Values
 
 T = TypeVar("T", bound="Options")
+REMOVED = {"profile": "use a profiler that starts the script: py-spy record, or nsys profile on a GPU"}  # flag -> what instead
 
 
 def flag(default: Any = None, help: str = "", **about) -> Any:
@@ -187,6 +188,8 @@ def refuse(word: str, words: list[str], parser: argparse.ArgumentParser) -> NoRe
 def about_unknown(name: str, known: Iterable[str], parser: argparse.ArgumentParser, where: str = "") -> list[str]:
     """Returns what to say of a flag that does not exist: its name, the nearest ones, and where all of them are."""
     bare = name.lstrip("-").replace("-", "_")
+    if bare in REMOVED:
+        return [f"{where}{name} is no longer a flag", REMOVED[bare]]
     names = {flag.lstrip("-").replace("-", "_"): flag for flag in known}
     near = difflib.get_close_matches(bare, names, n=3) or [flag for flag in names if bare in flag.split("_")][:3]
     lines = [f"{where}unknown flag {name}", f"{parser.prog} --help all lists all flags"]

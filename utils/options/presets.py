@@ -226,23 +226,10 @@ EDM2_FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-# Parameters of the presets for a CPU, with 3 channels and without classes.
-SMALL = {
-    "train_ddpm": {"small32": 2_801_667, "small64": 3_809_955},
-    "train_edm2": {"small32": 3_166_725, "small64": 4_352_522},
-}
-
-
 def small_preset(resolution: int | str) -> str | None:
     """Returns the preset for a CPU that suits images of this size, the same name in both scripts; None where none does."""
     name = "small64" if max(Size.of(resolution)) >= 48 else "small32"
     return name if _fits(name, resolution) else None
-
-
-def smaller_preset(script: str, resolution: int | str, parameters: int) -> tuple[str, int] | None:
-    """Returns `small_preset` and its parameters, for a network of so many; None where it is no smaller."""
-    name = small_preset(resolution)
-    return (name, SMALL[script][name]) if name and SMALL[script][name] < parameters else None
 
 
 def network_for_resolution(resolution: int | str) -> str | None:

@@ -16,13 +16,10 @@ from utils.runs.ema_snapshots import Snapshots
 from utils.training.doctor import REPORT
 from utils.training.evaluation import SampleEvaluation
 from utils.training.export import Export
-from utils.training.forecast import Forecast
 from utils.training.length import is_due, preview_steps
 from utils.training.monitor import Monitor
-from utils.training.profile import Profile
 from utils.training.run import Run
 from utils.training.samples import SampleGrids
-from utils.training.shared_cpu import SharedCPU
 from utils.training.validation import Validation
 
 
@@ -36,8 +33,7 @@ class Periodic:
         options, accelerator = run.options, run.accelerator
         every, dtype = options.ema_snapshot_steps, options.ema_snapshot_dtype
         self._snapshots = Snapshots(accelerator, run.ema, run.output_dir, run.state, every=every, dtype=dtype)
-        self._exit_status, self._forecast, self._profile = 0, Forecast(run), Profile(run)
-        self._shared_cpu = SharedCPU(run)
+        self._exit_status = 0
         self._preview_steps = preview_steps(options, run.length.updates_per_epoch)
         self._repetitions = ExitStack()  # of an update that is made again
         self._reported = False  # whether there is a report.html, on every process alike
@@ -49,7 +45,6 @@ class Periodic:
         if self._run.options.pretrained and self._run.state.step == 0:
             with self._monitor.paused():
                 self._show()
-        self._forecast.begin()
         self._run.progress.begin()
 
     def _evaluate_late(self) -> None:
@@ -77,8 +72,6 @@ class Periodic:
         if self._again():
             return
         run.progress.update()
-        self._forecast.after_update()
-        self._shared_cpu.after_update()
         self._monitor.show_first(learning_rate)
         if self._monitor.due:  # here the host waits for the device; else it does after the first update alone
             self._exit_status = self._monitor.report(learning_rate)
@@ -87,7 +80,7 @@ class Periodic:
         if self._monitor.ledger.parted:
             return  # nothing that could be made of this is worth keeping
         improved = False
-        if due or self._monitor.due or self._snapshots.due(state.step) or options.profile:
+        if due or self._monitor.due or self._snapshots.due(state.step):
             with self._monitor.paused():
                 improved = self._make_what_is_due()
         with self._monitor.agreeing():  # by all ranks, so that they leave at the same update
@@ -103,7 +96,6 @@ class Periodic:
     def _make_what_is_due(self) -> bool:
         """Whether the weights were judged, and are the best so far."""
         run, state, options = self._run, self._run.state, self._run.options
-        self._profile.after_update()
         improved = False
         if self._validation.due():
             with self._judged_weights():
@@ -149,7 +141,6 @@ class Periodic:
         run = self._run
         run.progress.end()
         self._monitor.close()
-        self._profile.close()
         if self._exit_status == 0:
             self._finish_well()
         if summary := run.attempts.summary():

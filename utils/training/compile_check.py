@@ -54,9 +54,8 @@ def check_compiled(
     smallest = 8 * ROUNDINGS[arithmetic] / tolerance  # differences of 8 roundings of its largest sibling are none of a layer
     with _comparable(raw):
         try:
-            with together(accelerator, "checking --compile", "the updates need less"):
-                eager = _gradients(accelerator, model, raw, loss, eagerly=True)
             with together(accelerator, "checking --compile", "set a smaller --train_batch_size"):
+                eager = _gradients(accelerator, model, raw, loss, eagerly=True)
                 try:
                     found = _gradients(accelerator, model, raw, loss, eagerly=False)
                     error, layer = _largest_error(eager, found, smallest)
@@ -70,14 +69,11 @@ def check_compiled(
                         raise
                     problem = one_line(exception)[:300]
         except UserError as failed:
-            unknown = f"--compile is not checked: {failed}"
-        else:
-            unknown = None
-    eager = found = None
-    clear_device_cache(garbage_collection=True)
-    if unknown is not None:
-        print_line(unknown)
-        return True
+            print_line(f"--compile is not checked: {failed}")
+            return True
+        finally:
+            eager = found = None
+            clear_device_cache(garbage_collection=True)
     try:
         agree(accelerator, "checking --compile", problem, alike=True)
     except UserError as agreed:
@@ -164,14 +160,10 @@ def _largest_error(
     and a few roundings of what flows back through the values are left. So a layer counts as no smaller than `smallest` of the
     largest one in the same module. The largest of the network is no measure: others are 1e-5 of it in deep networks.
     """
-    differences: dict[str, list[torch.Tensor]] = {}
-    parts: dict[str, list[torch.Tensor]] = {}
-    for name, gradient in expected.items():
-        layer = name.rpartition(".")[0] or name
-        other = found.get(name)
-        differences.setdefault(layer, []).append((gradient - other if other is not None else gradient).norm())
-        parts.setdefault(layer, []).append(gradient.norm())
-    sizes = {layer: torch.stack(norms).norm().item() for layer, norms in parts.items()}
+    layers: dict[str, list[str]] = {}
+    for name in expected:
+        layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    sizes = {layer: _norm([expected[name] for name in names]) for layer, names in layers.items()}
     sizes = {layer: size for layer, size in sizes.items() if math.isfinite(size)}  # else there is nothing to compare with
     largest: dict[str, float] = {}
     for layer, size in sizes.items():
@@ -179,7 +171,11 @@ def _largest_error(
         largest[module] = max(size, largest.get(module, 0.0))
     errors = {}
     for layer, size in sizes.items():
-        difference = torch.stack(differences[layer]).norm().item()
+        difference = _norm([expected[name] - found.get(name, 0.0) for name in layers[layer]])
         errors[layer] = difference / max(size, smallest * largest[layer.rpartition(".")[0]], 1e-30)
     worst = max(errors, key=lambda layer: math.inf if math.isnan(errors[layer]) else errors[layer], default=None)
     return 0.0 if worst is None else errors[worst], worst
+
+
+def _norm(tensors: list[torch.Tensor]) -> float:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm().item()

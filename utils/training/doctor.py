@@ -18,12 +18,7 @@ from utils.runs.record import RunRecord
 # ones, in which most faults show, while looking costs little.
 DETAILED_REPORTS, FIRST_REPORTS = 200, 200
 LEVELS = {"warning": 1, "critical": 2}
-TELLING = {
-    "probe",
-    "validation/loss",
-    "evaluation",
-    "audit",
-}  # records that are rare and made at a cost far above that of a look
+TELLING = {"probe", "validation/loss", "evaluation", "audit"}  # rare records, made at a cost far above that of a look
 
 
 class Doctor:

@@ -11,12 +11,13 @@ from utils.core.distributed import on_main_process, together, waited_for
 from utils.core.errors import OUT_OF_MEMORY, UserError
 from utils.core.images import save_png
 from utils.data.dataset import ImageSet, cache_root
-from utils.diffusion.sampling import SamplePlan, make_sampler, sample, sampling_steps, to_uint8
+from utils.diffusion.sampling import sample, to_uint8
 from utils.evaluation.evaluator import Evaluation
 from utils.evaluation.extractors import make_extractor
 from utils.evaluation.feature_sets import REFERENCE_ROWS, FeatureSet, evenly, reference_features
 from utils.evaluation.memorization import MAX_IMAGES, Originals
 from utils.training.run import Run
+from utils.training.samples import plan_of
 
 FEATURES = "randconv"  # needs no labels, no file and no training
 MAX_COMPARED_BYTES, MAX_DECODED = 512 * 2**20, 2048  # of training images that may be copied: packed ones, files
@@ -29,16 +30,7 @@ class SampleEvaluation:
 
     def __init__(self, run: Run):
         self._run = run
-        options, noise_scheduler = run.options, run.objective.noise_scheduler
-        self._plan = SamplePlan(
-            make_sampler(options.sampler, noise_scheduler),
-            sampling_steps(options.sampler, options.sampling_steps, noise_scheduler),
-            run.data.samples.shape,
-            options.seed,
-            options.evaluation_batch_size,
-            run.accelerator.device,
-            run.data.autoencoder,
-        )
+        self._plan = plan_of(run, run.options.evaluation_batch_size)
         self._evaluation: Evaluation | None = None
         self._stopped = False
 

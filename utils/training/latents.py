@@ -3,7 +3,7 @@
 from accelerate import Accelerator
 
 from utils.core.bars import Bar
-from utils.core.distributed import from_main_process, on_main_process, waited_for
+from utils.core.distributed import from_main_process, main_process_first
 from utils.core.errors import UserError
 from utils.data.autoencoder import Autoencoder, Scale, load_autoencoder
 from utils.data.latents import PackedLatents
@@ -23,11 +23,9 @@ def start_autoencoder(options: RunOptions, accelerator: Accelerator, start: Pret
     name, shape = options.vae, options.image_shape
     if start is not None and start.decoder is not None and (name, shape) == (start.vae, start.decoder.image_shape):
         return start.decoder
-    first: list[Autoencoder] = []  # one download, and one message where it fails
-    with Bar("loading the autoencoder", shown=accelerator.is_main_process and not options.quiet):
-        on_main_process(accelerator, "loading the autoencoder", lambda: first.append(load_autoencoder(name, shape)))
-        with waited_for(accelerator, "loading the autoencoder"):
-            autoencoder = first[0] if first else load_autoencoder(name, shape)
+    shown = accelerator.is_main_process and not options.quiet
+    with Bar(what := "loading the autoencoder", shown=shown), main_process_first(accelerator, what):  # one download
+        autoencoder = load_autoencoder(name, shape)
     if start is not None:
         known = start.autoencoder
         if autoencoder.fingerprint() != known["vae.weights"]:

@@ -45,11 +45,6 @@ class MemoryEstimate:
     workspace: int  # of the libraries, taken to be the largest output of one operation; on CUDA also cuBLAS's own
     peak: int  # most at any moment of an update, the workspace included
 
-    @property
-    def between_updates(self) -> int:
-        """What is there between two updates, gradients being freed."""
-        return self.parameters + self.buffers + self.buckets + self.optimizer + self.ema
-
 
 @dataclass(frozen=True)
 class UpdateParts:
@@ -97,25 +92,6 @@ def estimate_memory(
         workspace=workspace,
         peak=live.most + workspace,
     )
-
-
-def forward_peak(
-    make_network: Callable[[], nn.Module],
-    *,
-    image_shape: tuple[int, int, int],
-    batch_size: int,
-    device: torch.device | str,
-) -> int:
-    """Bytes that a forward pass of `batch_size` images needs beside the network, as in sampling and validation: in fp32, in
-    eval mode and without gradients; the libraries' workspace included."""
-    device = torch.device(device)
-    live = _LiveMemory(ALLOCATOR_BLOCK if device.type == "cuda" else 1)
-    with FakeTensorMode(), device, live, torch.no_grad():
-        network = make_network().eval()
-        live.restart()
-        before = live.most
-        network(torch.randn(batch_size, *image_shape), torch.zeros(batch_size, dtype=torch.int64))
-    return live.most - before + live.largest + (CUBLAS_WORKSPACE if device.type == "cuda" else 0)
 
 
 class TrialStep:

@@ -2,12 +2,11 @@
 
 import gc
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +18,6 @@ from utils.core.bars import Bar
 from utils.core.distributed import from_all, from_main_process, local_processes, on_main_process
 from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
 from utils.data.autoencoder import Autoencoder
-from utils.diagnostics.probe import probe_batch
 from utils.options.flags import RunOptions
 from utils.training.arithmetic import Arithmetic, peak_tflops
 from utils.training.batch_split import divisors, per_process, split_batch
@@ -34,26 +32,15 @@ from utils.training.memory_estimate import (
     UpdateParts,
     estimate_memory,
     flops_per_image,
-    forward_peak,
     storage_bytes,
 )
 
 MIB = 2**20
 EXIT_DOES_NOT_FIT = 3  # of a dry run
+PEAK = "at the worst moment of an update: not the sum, gradients come while activations go"
 NO_ACTIVATIONS = (
     "reports are without activations, and the doctor sees no forward passes: an eager update is predicted not to fit"
 )
-
-
-class Decoding(nn.Module):
-    """The decoder of an autoencoder, called as a denoising network is."""
-
-    def __init__(self, kind: type, config: Mapping):
-        super().__init__()
-        self.network = kind.from_config(config)  # type: ignore[attr-defined]  # a ModelMixin
-
-    def forward(self, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        return self.network.decode(latents).sample
 
 
 class MemoryPlan:
@@ -62,7 +49,6 @@ class MemoryPlan:
     Args:
         make_network: builds the network that options mean, on torch's default device.
         make_optimizer: builds the optimizer of a network.
-        probe_bytes: what examining the network takes beside its pass over a micro batch; None where nobody does.
         autoencoder: whose latents the network sees, where it does not see the images.
     """
 
@@ -72,97 +58,33 @@ class MemoryPlan:
         options: RunOptions,
         make_network: Callable[[RunOptions], nn.Module],
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-        probe_bytes: int | None = None,
         autoencoder: Autoencoder | None = None,
     ):
         self._accelerator, self._options = accelerator, options
-        self._make_network = make_network
-        self._parts = UpdateParts(
-            partial(make_network, options),
-            make_optimizer,
-            image_shape=autoencoder.latent_shape if autoencoder else options.image_shape,
-            mixed_precision=accelerator.mixed_precision,
-            averages=options.num_averages,
-            distributed=accelerator.num_processes > 1,
-        )
+        self._make_network, self._make_optimizer, self._autoencoder = make_network, make_optimizer, autoencoder
         self._sharing = local_processes(accelerator) if accelerator.device.type == "cpu" else 1
         self.free = free_memory(accelerator.device, self._sharing)  # before anything is there
         self._untried = False
-        self._samples = math.ceil(options.eval_batch_size / accelerator.num_processes)  # of a preview, on this process
-        self._evaluation_batch_size = options.evaluation_batch_size if options.eval_steps else 0
-        self._probe_bytes = probe_bytes
-        self._passes: dict[int, int] = {}  # batch size -> bytes of a forward pass
-        self._autoencoder, self._decoding = autoencoder, 0  # bytes of a pass that decodes, once it was asked for
 
-    def estimate(
-        self,
-        micro_batch_size: int,
-        accumulation: int,
-        *,
-        gradient_checkpointing: bool | None = None,
-        mixed_precision: str | None = None,
-    ) -> MemoryEstimate:
-        """Of a micro step; what is None is as the plan has it."""
-        parts = self._parts
-        if gradient_checkpointing is not None:
-            options = replace(self._options, gradient_checkpointing=gradient_checkpointing)
-            parts = replace(parts, make_network=partial(self._make_network, options))
-        if mixed_precision is not None:
-            parts = replace(parts, mixed_precision=mixed_precision)
-        return estimate_memory(parts, micro_batch_size, self._accelerator.device, accumulates=accumulation > 1)
+    def _parts(self, **changes: Any) -> UpdateParts:
+        """Of an update with the options, but for these."""
+        options, accelerator = replace(self._options, **changes) if changes else self._options, self._accelerator
+        return UpdateParts(
+            partial(self._make_network, options),
+            self._make_optimizer,
+            image_shape=self._autoencoder.latent_shape if self._autoencoder else options.image_shape,
+            mixed_precision=changes.get("mixed_precision", accelerator.mixed_precision),
+            averages=options.num_averages,
+            distributed=accelerator.num_processes > 1,
+        )
+
+    def estimate(self, micro_batch_size: int, accumulation: int, **changes: Any) -> MemoryEstimate:
+        """Of a micro step with the options, but for these."""
+        device = self._accelerator.device
+        return estimate_memory(self._parts(**changes), micro_batch_size, device, accumulates=accumulation > 1)
 
     def fits(self, estimate: MemoryEstimate) -> bool:
-        """Returns whether updates do, and what looks at a micro batch between them."""
-        between = self._of_a_micro_batch(estimate).values()
-        return max(estimate.peak, *between, 0) <= SHARE * self.free
-
-    def between_updates(self, estimate: MemoryEstimate) -> dict[str, int]:
-        """What happens between updates, in fp32 whatever the precision of these -> bytes at its worst moment, all that stays
-        from one update to the next included."""
-        found = {}
-        if self._samples:
-            of_all = self._samples * self._accelerator.num_processes
-            # Of each image the way from noise to it is kept (see `samples`): of all while the second weights are sampled,
-            # of those of this process while they are recorded, joined and gathered, and what a step of the sampler makes.
-            kept = 8 * of_all + 30 * self._samples
-            found[f"samples of {self._samples}"] = self._with_pass(estimate, self._samples, kept, decodes=True)
-        if self._evaluation_batch_size:
-            size = self._evaluation_batch_size
-            found[f"evaluation of {size}"] = self._with_pass(estimate, size, 8 * size, decodes=True)
-        return found | self._of_a_micro_batch(estimate)
-
-    def _of_a_micro_batch(self, estimate: MemoryEstimate) -> dict[str, int]:
-        """The part of `between_updates` that grows with the micro batch."""
-        size, found = estimate.micro_batch_size, {}
-        if self._options.validation_images:
-            found[f"validation of {size}"] = self._with_pass(estimate, size, 8 * size)
-        if self._probe_bytes is not None:
-            size = probe_batch(size, self._parts.image_shape)
-            found[f"probe of {size}"] = self._with_pass(estimate, size, 16 * size) + self._probe_bytes
-        return found
-
-    def _with_pass(self, estimate: MemoryEstimate, batch_size: int, images: int, decodes: bool = False) -> int:
-        """Bytes between two updates with a forward pass, and so many images in fp32 beside it. `decodes`: of latents they are
-        made by the autoencoder."""
-        parts = self._parts
-        if batch_size not in self._passes:
-            options = {"image_shape": parts.image_shape, "batch_size": batch_size, "device": self._accelerator.device}
-            self._passes[batch_size] = forward_peak(parts.make_network, **options)
-        shape = self._options.image_shape if decodes else parts.image_shape
-        weights, decoding = self._decoder_bytes() if decodes else (0, 0)  # these are there all the while
-        beside = weights + max(self._passes[batch_size], decoding)  # the one comes after the other
-        return estimate.between_updates + beside + 4 * images * math.prod(shape)
-
-    def _decoder_bytes(self) -> tuple[int, int]:
-        """What the autoencoder takes: its weights, and a pass of as many latents as it decodes at once."""
-        if self._autoencoder is None:
-            return 0, 0
-        if not self._decoding:
-            network, config = self._autoencoder.network, self._autoencoder.network.config
-            shape, at_once = self._autoencoder.latent_shape, self._autoencoder.at_once
-            make = partial(Decoding, type(network), config)
-            self._decoding = forward_peak(make, image_shape=shape, batch_size=at_once, device=self._accelerator.device)
-        return self._autoencoder.bytes, self._decoding
+        return estimate.peak <= SHARE * self.free
 
     def settle(self) -> None:
         """Makes numbers of the options about the batch, on every process, and says what to set when memory runs out later."""
@@ -183,17 +105,18 @@ class MemoryPlan:
             return True
         self.free = min(self._gathered(self.free))
         options = self._options
-        return self.estimate(options.micro_batch_size, options.gradient_accumulation_steps).peak <= SHARE * self.free
+        return self.fits(self.estimate(options.micro_batch_size, options.gradient_accumulation_steps))
 
     def flops_per_image(self) -> int:
-        return flops_per_image(self._parts.make_network, self._parts.image_shape)
+        parts = self._parts()
+        return flops_per_image(parts.make_network, parts.image_shape)
 
     def arithmetic(self) -> Arithmetic | None:
         """What the speed is compared with; None on a CPU, unless --peak_tflops says what it can do."""
         device, asked = self._accelerator.device, self._options.peak_tflops
         if device.type != "cuda" and not asked:
             return None
-        tf32, precision = self._options.tf32, self._parts.mixed_precision
+        tf32, precision = self._options.tf32, self._accelerator.mixed_precision
         peak = asked or peak_tflops(torch.cuda.get_device_name(device), precision, tf32)
         return Arithmetic(self.flops_per_image(), peak and peak * self._accelerator.num_processes)
 
@@ -201,30 +124,21 @@ class MemoryPlan:
         """Returns the estimate in lines to print, with the verdict and, where it does not fit, what to set."""
         estimate = self.estimate(micro_batch_size, accumulation)
         flops = self.flops_per_image()
-        rows = [
-            ("parameters", estimate.parameters),
-            ("buffers", estimate.buffers),
-            ("gradients", estimate.gradients),
-            ("DDP's buckets", estimate.buckets),
-            ("optimizer", estimate.optimizer),
-            ("EMA", estimate.ema),
-            ("activations", estimate.activations),
-            ("workspace", estimate.workspace),
-            ("predicted peak", estimate.peak),
-        ]
-        notes = {
-            "DDP's buckets": "where gradients go when they are reduced",
-            "activations": "kept from the forward to the backward pass",
-            "workspace": "of the libraries, an estimate",
-            "predicted peak": "at the worst moment of an update: not the sum, gradients come while activations go",
-        }
+        rows = (
+            ("parameters", estimate.parameters, ""),
+            ("buffers", estimate.buffers, ""),
+            ("gradients", estimate.gradients, ""),
+            ("DDP's buckets", estimate.buckets, "where gradients go when they are reduced"),
+            ("optimizer", estimate.optimizer, ""),
+            ("EMA", estimate.ema, ""),
+            ("activations", estimate.activations, "kept from the forward to the backward pass"),
+            ("workspace", estimate.workspace, "of the libraries, an estimate"),
+            ("predicted peak", estimate.peak, PEAK),
+        )
         lines = [self.asked(micro_batch_size, accumulation)]
-        lines += [f"{name:18} {size / MIB:12,.1f} MiB  {notes.get(name, '')}".rstrip() for name, size in rows if size]
-        between = self.between_updates(estimate)
-        lines += [f"{name:18} {size / MIB:12,.1f} MiB  in fp32, between two updates" for name, size in between.items()]
+        lines += [f"{name:18} {size / MIB:12,.1f} MiB  {note}".rstrip() for name, size, note in rows if size]
         lines.append(f"{'FLOPs per image':18} {flops / 1e9:12,.2f} G    forward and backward pass")
-        worst = max(estimate.peak, *between.values(), 0)
-        share = f"{100 * worst / self.free:.0f} % of the {self.free / GIB:.1f} GiB that are free"
+        share = f"{100 * estimate.peak / self.free:.0f} % of the {self.free / GIB:.1f} GiB that are free"
         if self._sharing > 1:
             share += f" to each of {self._sharing} processes"
         if self._untried:
@@ -234,31 +148,9 @@ class MemoryPlan:
                 "--compile: the update of each report runs eagerly and needs that; where it does not fit, activations are not "
                 "reported. The others usually need less"
             )
-        if not self.fits(estimate):
-            lines.append(f"does not fit: {share}; {self.advice(micro_batch_size, accumulation)}")
-        elif worst > SHARE * self.free:
-            lines.append(f"updates fit, but not all between them: {share}; {self._advice_between(estimate)}")
-        else:
-            lines.append(f"fits: {share}")
+        fits = self.fits(estimate)
+        lines.append(f"fits: {share}" if fits else f"does not fit: {share}; {self.advice(micro_batch_size, accumulation)}")
         return "\n".join(lines)
-
-    def _advice_between(self, estimate: MemoryEstimate) -> str:
-        """What to set so that samples and evaluations fit, where updates do; what does not fit is left out of the run."""
-        processes, room, advice = self._accelerator.num_processes, SHARE * self.free, []
-        for flag, size, images, together in (
-            ("--eval_batch_size", self._samples, 8 * processes + 30, processes),
-            ("--evaluation_batch_size", self._evaluation_batch_size, 8, 1),
-        ):
-
-            def fits_with(size: int, images: int = images) -> bool:
-                return self._with_pass(estimate, size, images * size, decodes=True) <= room
-
-            fits = largest_that_fits(range(size, 0, -1), fits_with)
-            if fits is None and size:
-                advice.append(f"not even {flag} 1 fits, so they will be left out")
-            elif fits is not None and fits != size:
-                advice.append(f"set {flag} {fits * together}")
-        return ", ".join(advice)
 
     def show(self, schedule: dict | None = None) -> int:
         """Prints the table of the options, and what the doctor says of them (`schedule` as in the run's record). Returns the
@@ -272,8 +164,8 @@ class MemoryPlan:
         def write() -> None:
             print(table)
             with FakeTensorMode():
-                network = self._parts.make_network()
-                optimizer = self._parts.make_optimizer(network)
+                network = self._make_network(options)
+                optimizer = self._make_optimizer(network)
             facts = {
                 "global_batch_size": (
                     self._accelerator.num_processes * options.micro_batch_size * options.gradient_accumulation_steps
@@ -283,7 +175,8 @@ class MemoryPlan:
             }
             size = storage_bytes(network.parameters())
             carried = self._autoencoder.bytes if self._autoencoder else 0
-            print(DiskPlan(options, size, options.max_train_steps, autoencoder=carried).line(Path(options.output_dir)))
+            if options.max_train_steps:  # else their number depends on that of the images
+                print(DiskPlan(options, size, options.max_train_steps, autoencoder=carried).line(Path(options.output_dir)))
             print(*foretold(vars(options), facts, schedule), sep="\n")
 
         on_main_process(self._accelerator, "predicting the memory of an update", write)
@@ -293,10 +186,10 @@ class MemoryPlan:
         device = self._accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         checkpointing = "on" if self._options.gradient_checkpointing else "off"
-        size, what = "x".join(map(str, self._parts.image_shape)), "latents" if self._autoencoder else "images"
+        parts, what = self._parts(), "latents" if self._autoencoder else "images"
         return (
-            f"{micro_batch_size} {what} of {size} in each of {accumulation} micro steps, "
-            f"precision {self._parts.mixed_precision}, gradient checkpointing {checkpointing}, on {name}"
+            f"{micro_batch_size} {what} of {'x'.join(map(str, parts.image_shape))} in each of {accumulation} micro steps, "
+            f"precision {parts.mixed_precision}, gradient checkpointing {checkpointing}, on {name}"
         )
 
     def advice(self, micro_batch_size: int, accumulation: int) -> str:
@@ -357,7 +250,7 @@ class MemoryPlan:
         device = self._accelerator.device
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-                step = TrialStep(self._parts)
+                step = TrialStep(self._parts())
                 step.run(micro_batch_size, min(accumulation, 2))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -32,18 +32,16 @@ class Monitor:
         """`measures_eagerly`: see `Dynamics`. `arithmetic`: for perf/tflops."""
         self._run, self.measures_eagerly = run, measures_eagerly
         options, objective, state = run.options, run.objective, run.state
-        device = run.accelerator.device
-        self._arithmetic = arithmetic
-        self._stopwatch = Stopwatch(state.step)
         accelerator, limits = run.accelerator, (options.hang_timeout, options.collective_timeout)
+        self._arithmetic, self._stopwatch = arithmetic, Stopwatch(state.step)
         least = LEAST_STREAMING if options.streaming else LEAST
         self._hang = HangWatch(run.output_dir, accelerator.process_index, accelerator.num_processes, *limits, least)
         self._rank_times = RankTimes(accelerator, self._hang.now)
-        self._statistics = StepStatistics(device, objective.num_ranks)
+        self._statistics = StepStatistics(accelerator.device, objective.num_ranks)
         self._dynamics = Dynamics(objective.network, measures_eagerly)
         num_parameters = sum(parameter.requires_grad for parameter in objective.network.parameters())
         counts = state.skipped_updates, state.scaler_skips, state.bad_in_a_row
-        self._bad_updates = BadUpdates(run.accelerator, num_parameters, *counts)
+        self._bad_updates = BadUpdates(accelerator, num_parameters, *counts)
         self._nan_reports = NanReports(run)
         self.audit = audit_of(run, measures_eagerly)
         self.ledger = Ledger(run)
@@ -60,6 +58,10 @@ class Monitor:
         self.due = False  # whether the update under way is reported
         self._first_losses: list[torch.Tensor] = []  # of the micro steps of the first update of a start
 
+    def _now(self, kind: str | None) -> None:
+        """Where the time goes from here on: that of an update which is made again is none of the ranks'."""
+        (self._hang if self.rerun.repeating else self._rank_times).now(kind)
+
     def measure_eagerly(self) -> None:
         """From here on the updates of reports run eagerly, as all others do once compiling is given up."""
         self._dynamics.eager = True
@@ -69,7 +71,7 @@ class Monitor:
         """Before the update that follows `step` finished ones. When one is made again, what is counted of it is counted anew;
         the audit and the times are of the first time alone."""
         if self.rerun.repeating:
-            self._hang.now("compute")
+            self._now("compute")
             self._dynamics.begin(self.due)
             return
         self.due = (step + 1) % self._run.options.logging_steps == 0 or step + 1 == self._run.length.max_train_steps
@@ -84,15 +86,14 @@ class Monitor:
         """The next of the loader's batches, for which the loop waits."""
         if self.rerun.repeating:
             batch = self.rerun.next_batch()
-            self.ledger.add_batch(batch)
-            return batch
-        self._rank_times.now("data")
-        with self._stopwatch.waiting_for_data():
-            batch = next(batches)
-        self._rank_times.now("compute")
-        self._sample_numbers = batch["sample_numbers"]
+        else:
+            self._now("data")
+            with self._stopwatch.waiting_for_data():
+                batch = next(batches)
+            self._now("compute")
+            self._sample_numbers = batch["sample_numbers"]
+            self.rerun.keep(batch)
         self.ledger.add_batch(batch)
-        self.rerun.keep(batch)
         return batch
 
     def add_drawn(self, drawn: dict[str, torch.Tensor]) -> None:
@@ -104,7 +105,7 @@ class Monitor:
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """With what the gradient of a micro step is about to be taken of."""
-        self._rank_times.before_backward(loss, self._hang.now if self.rerun.repeating else self._rank_times.now)
+        self._rank_times.before_backward(loss, self._now)
 
     def add(self, losses: Losses, drawn: dict[str, torch.Tensor]) -> None:
         """Those of a micro step, and what they are of."""
@@ -114,10 +115,7 @@ class Monitor:
             self._first_losses.append(losses.shown.detach())
         self.ledger.add(losses, drawn)
         self.rerun.add(losses, drawn)
-        if self.rerun.repeating:
-            self._hang.now("compute")
-        else:
-            self._rank_times.now("compute")
+        self._now("compute")
 
     @contextmanager
     def optimizer_step(self, gradients: Gradients) -> Iterator[None]:
@@ -135,10 +133,9 @@ class Monitor:
 
     def end_update(self, between: bool) -> None:
         """After the averages are updated; `between`: whether anything is made before the next update that may touch weights."""
+        self._now(None)
         if self.rerun.repeating:
-            self._hang.now(None)
             return
-        self._rank_times.now(None)
         self._hang.end()
         if self.due or self.audit.looks:  # the host waits for the device anyway, and so, with NCCL, for the other ranks
             self._hang.now("collectives")
@@ -185,7 +182,7 @@ class Monitor:
         self._hang.now(None)
         values = others[self.ledger.due :]
         figures = figures | {name: value for name, (value,) in zip(on_device, values)}
-        report: dict[str, Any] = self._statistics.report(accelerator, sums) | self._bad_updates.report(counts)
+        report: dict[str, Any] = self._statistics.report(sums) | self._bad_updates.report(counts)
         report |= self._stopwatch.report(step, global_batch_size) | self._bad_images.update() | figures
         if self._arithmetic is not None:
             report |= self._arithmetic.figures(report["perf/images_per_second"])

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from diffusers import ModelMixin
 
-from utils.core.distributed import from_main_process, on_main_process, waited_for
+from utils.core.distributed import from_main_process, main_process_first, on_main_process
 from utils.core.errors import UserError, in_full
 from utils.core.size import Size
 from utils.data.autoencoder import Autoencoder
@@ -84,10 +84,10 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         start.vae = own if Path(own, "vae").is_dir() else saved.get("vae")
     else:
         pipeline = agreed(accelerator, options.pretrained)
-        first: list = []  # one download, and one message where it fails
-        on_main_process(accelerator, "loading the pipeline", lambda: first.append(_loaded(pipeline)))
-        with waited_for(accelerator, "loading the pipeline"):
-            unet, scheduler, decoder = first[0] if first else _loaded(pipeline)
+        with main_process_first(accelerator, "loading the pipeline"):  # one download, and one message where it fails
+            unet, scheduler = load_network(pipeline)
+            shape = image_shape(unet)
+            decoder = load_decoder(pipeline, unet)
         edm, wants_edm = is_edm(scheduler), isinstance(options, EDM2Options)
         if edm != wants_edm:
             script = "train_edm2.py" if edm else "train_ddpm.py"
@@ -99,7 +99,7 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         config = {name: value for name, value in unet.config.items() if not name.startswith("_")}
         public = scheduler if edm else training_scheduler(scheduler).config
         scheduler = {name: value for name, value in public.items() if not name.startswith("_")}
-        shape = decoder.image_shape if decoder else image_shape(unet)
+        shape = decoder.image_shape if decoder else shape
         start = Pretrained(options.pretrained, config, scheduler, shape, unet.state_dict())
         start.class_names = names_of_classes(pipeline)
         if decoder is not None:
@@ -108,24 +108,17 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
     return start
 
 
-def _loaded(pipeline: str) -> tuple[ModelMixin, dict[str, Any], Autoencoder | None]:
-    unet, scheduler = load_network(pipeline)
-    image_shape(unet)
-    return unet, scheduler, load_decoder(pipeline, unet)
-
-
 def checkpoint_to_resume(options: RunOptions, accelerator: Accelerator) -> Path | None:
     """The checkpoint that --resume_from_checkpoint names, on every process; None where there is none."""
     if not options.resume_from_checkpoint:
         return None
-    found: Path | None = None
+    found: list[Path | None] = []
 
     def find() -> None:
-        nonlocal found
-        found, _ = find_checkpoint(Path(options.output_dir), str(options.resume_from_checkpoint))
+        found.append(find_checkpoint(Path(options.output_dir), str(options.resume_from_checkpoint))[0])
 
     on_main_process(accelerator, "reading the checkpoint", find)
-    return from_main_process(found)
+    return from_main_process(found)[0]
 
 
 def _take_over(options: DDPMOptions | EDM2Options, start: Pretrained) -> None:
@@ -215,9 +208,8 @@ def _same_classes(names: list[str], old_names: list[str], count: int, old_count:
 
 def _about_classes(taken: dict[int, int], names: list[str], old_count: int) -> list[str]:
     new = [name for number, name in enumerate(names) if number not in taken]
-    notes = []
-    if new:
-        notes.append(f"new classes: {', '.join(new[:_NAMED])}" + f" and {len(new) - _NAMED} more" * (len(new) > _NAMED))
+    more = f" and {len(new) - _NAMED} more" * (len(new) > _NAMED)
+    notes = [f"new classes: {', '.join(new[:_NAMED])}{more}"] if new else []
     if left := old_count - len(taken):
         notes.append(f"classes of the pipeline that the data does not have, and that go: {left} of {old_count}")
     return notes

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -24,15 +23,15 @@ _WAITING = 64  # micro batches whose losses are summed up together
 # Without a terminal, the longest time in seconds without a line, and of the run's first minutes, which people watch.
 MINUTE, FIRST_MINUTES = 60.0, 600.0
 WATCH_SECONDS = 1.0  # between two looks at how long the update at hand takes
-SOON = 3.0  # an update that ends so long before a line is due has it
-RECENT = 100  # updates whose median gives the time left and the speed
+SOON = 3.0  # an update that takes no longer has its line at its end
+RECENT = 100  # updates whose median gives the time left
 UNKNOWN = 20  # first updates without a time left: many of them are slower, because they are audited
 
 
 class StepStatistics:
     """Sums on the device between two reports, so that the training path never waits for the host.
 
-    Loss figures are means over samples, over micro steps, updates and (in `report`) processes; samples whose loss is not
+    Loss figures are means over samples, over micro steps, updates and processes; samples whose loss is not
     finite are left out (`nonfinite.BadUpdates` counts them). Quartiles are of the timestep: 1 is the least noise.
     """
 
@@ -79,13 +78,11 @@ class StepStatistics:
         losses = accelerator.reduce(torch.cat([self._loss_sum, self._loss_count]), "sum")
         return torch.cat([losses, torch.stack([self._norm_sum, self._updates])])
 
-    def report(self, accelerator: Accelerator, values: list[float] | None = None) -> dict[str, float]:
-        """Means since the last report, over all processes; empties the sums. `values` are those of `sums`, where they were read
-        along with others; else the host waits for the device.
+    def report(self, values: list[float]) -> dict[str, float]:
+        """Means since the last report from the values of `sums`; empties the sums.
 
         Of what there was none there is no figure, except that the loss is NaN.
         """
-        values = self.sums(accelerator).tolist() if values is None else values
         sums, counts, (norm_sum, updates) = values[:QUARTILES], values[QUARTILES:-2], values[-2:]
         report = {"train/loss": sum(sums) / sum(counts) if sum(counts) else math.nan}
         for i, (loss_sum, count) in enumerate(zip(sums, counts)):
@@ -144,40 +141,6 @@ def peak_memory_gib(device: torch.device) -> float:
     return torch.accelerator.max_memory_allocated(device) / 2**30
 
 
-class _Speed:
-    """How long an update takes: the median of recent ones, for the first ones do more, and some are followed by other work."""
-
-    def __init__(self) -> None:
-        self._seconds: collections.deque[float] = collections.deque(maxlen=RECENT)
-
-    def add(self, seconds: float) -> None:
-        self._seconds.append(seconds)
-
-    def updates_per_second(self) -> float:
-        """Returns 0 before the first update."""
-        return 1 / max(statistics.median(self._seconds), 1e-9) if self._seconds else 0.0
-
-    def seconds_of(self, updates: int) -> float | None:
-        """Returns how long so many updates will take; None while that is not known."""
-        return updates / self.updates_per_second() if len(self._seconds) >= UNKNOWN else None
-
-
-class _UpdatesBar(tqdm):
-    """tqdm's own rate is a mean, which the slow first updates spoil for long."""
-
-    def __init__(self, speed: _Speed, **options: Any):
-        self._speed = speed
-        super().__init__(
-            unit="update", bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{left}, {rate_fmt}{postfix}]", **options
-        )
-
-    @property
-    def format_dict(self) -> dict[str, Any]:
-        seconds = self._speed.seconds_of(self.total - self.n)
-        left = "estimating" if seconds is None else self.format_interval(seconds)
-        return super().format_dict | {"rate": self._speed.updates_per_second(), "left": left}
-
-
 class ProgressBar:
     """The updates of a run, on the main process: on a terminal tqdm's bar with speed and time left, elsewhere a plain line for
     each report. An update that takes long shows that it goes on. `part` gives the bars of what happens between updates.
@@ -191,12 +154,14 @@ class ProgressBar:
         self._start = self._last_line = self._last_update = time.monotonic()
         self._closed = threading.Event()
         self._watch: threading.Thread | None = None
-        self._speed = _Speed()
+        self._seconds: collections.deque[float] = collections.deque(maxlen=RECENT)  # of updates
         self.awaits_loss = self._shown  # until the first figures
-        self._bar = _UpdatesBar(
-            self._speed,
+        self._figures = ""
+        self._bar = tqdm(
             initial=first_step,
             total=total_steps,
+            unit="update",
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]",
             disable=not (self._shown and on_terminal()),
             dynamic_ncols=True,
         )
@@ -211,11 +176,20 @@ class ProgressBar:
     def update(self) -> None:
         now = time.monotonic()
         self._step += 1
-        self._speed.add(now - self._last_update)
+        self._seconds.append(now - self._last_update)
         self._last_update = now
+        self._bar.set_postfix_str(self._said(self._figures), refresh=False)
         self._bar.update()
-        if self._is_silent(self._last_update + SOON):  # a report is far away
+        if self._is_silent(now):  # a report is far away
             self._line("")
+
+    def _said(self, figures: str) -> str:
+        """The figures, and how long the updates to come will take by the median of recent ones: the first ones do more, and
+        some are followed by other work."""
+        left = "estimating the time left"
+        if len(self._seconds) >= UNKNOWN:
+            left = f"{duration(statistics.median(self._seconds) * (self._total_steps - self._step))} left"
+        return f"{figures}, {left}" if figures else left
 
     def look(self) -> None:
         """Shows that the update at hand goes on, where nothing was shown for long."""
@@ -224,7 +198,7 @@ class ProgressBar:
             self._last_line = self._last_update = now
         elif self._step >= self._total_steps:  # no update is at hand
             return
-        elif self._is_silent(now + WATCH_SECONDS) and now - self._last_update > SOON - WATCH_SECONDS:
+        elif self._is_silent(now) and now - self._last_update > SOON:
             self._line(f"{duration(now - self._last_update)} so far", self._step + 1)
 
     def _is_silent(self, now: float) -> bool:
@@ -236,7 +210,7 @@ class ProgressBar:
         if images_per_second is not None:
             figures += f", {images_per_second:.0f} images/s"
         self.awaits_loss = False
-        self._bar.set_postfix_str(figures, refresh=False)
+        self._figures = figures
         self._line(figures)
 
     def _line(self, figures: str, step: int | None = None) -> None:
@@ -244,12 +218,10 @@ class ProgressBar:
         if not self._shown:
             return
         self._last_line = time.monotonic()
-        self._bar.refresh()
-        if not self._bar.disable:
-            return
-        seconds = self._speed.seconds_of(self._total_steps - self._step)
-        left = "estimating the time left" if seconds is None else f"{duration(seconds)} left"
-        print_progress(f"update {step or self._step} of {self._total_steps}: " + ", ".join(filter(None, [figures, left])))
+        if self._bar.disable:
+            print_progress(f"update {step or self._step} of {self._total_steps}: {self._said(figures)}")
+        else:
+            self._bar.set_postfix_str(self._said(self._figures))
 
     def part(self, what: str, total: int | None = None, unit: str = "images", *, afterwards: str | None = None) -> Bar:
         """A bar for what is made between two updates; see `Bar`."""

@@ -290,7 +290,7 @@ def _check_disk(
     network = sum(tensor.numel() * tensor.element_size() for tensor in objective.network.state_dict().values())
     checkpoints = len(list_checkpoints(folder.path)) if state.step else 0
     carried = data.autoencoder.bytes if data.autoencoder else 0
-    plan = DiskPlan(options, network, length.max_train_steps, length.updates_per_epoch, state.step, checkpoints, carried)
+    plan = DiskPlan(options, network, length.max_train_steps, state.step, checkpoints, carried)
     plan.check(folder.path, folder.size())
 
 

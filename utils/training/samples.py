@@ -26,6 +26,14 @@ ImagesAndPaths = tuple[torch.Tensor, torch.Tensor]  # [B, C, H, W] and [B, T, C,
 PATH_IMAGES = 4
 
 
+def plan_of(run: Run, batch_size: int) -> SamplePlan:
+    """How the run samples, so many images at once in each process."""
+    options, scheduler, data = run.options, run.objective.noise_scheduler, run.data
+    steps = sampling_steps(options.sampler, options.sampling_steps, scheduler)
+    sampler, device = make_sampler(options.sampler, scheduler), run.accelerator.device
+    return SamplePlan(sampler, steps, data.samples.shape, options.seed, batch_size, device, data.autoencoder)
+
+
 class SampleGrids:
     """Makes the pictures of a run, and examines its network. The training's weights and random numbers are left as they were.
 
@@ -37,16 +45,7 @@ class SampleGrids:
 
     def __init__(self, run: Run):
         self._run = run
-        options, noise_scheduler = run.options, run.objective.noise_scheduler
-        self._plan = SamplePlan(
-            make_sampler(options.sampler, noise_scheduler),
-            sampling_steps(options.sampler, options.sampling_steps, noise_scheduler),
-            run.data.samples.shape,
-            options.seed,
-            math.ceil(options.eval_batch_size / run.accelerator.num_processes),
-            run.accelerator.device,
-            run.data.autoencoder,
-        )
+        self._plan = plan_of(run, math.ceil(run.options.eval_batch_size / run.accelerator.num_processes))
         self.newest: Path | None = None
         self.newest_step: int | None = None
         self.stopped = False

@@ -27,8 +27,6 @@ NAMES = {
     "wandb": ("WANDB_PROJECT", "WANDB_NAME", "name"),
     "mlflow": ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME", "run_name"),
     "trackio": (None, None, "name"),
-    "swanlab": ("SWANLAB_PROJ_NAME", "SWANLAB_EXP_NAME", "experiment_name"),
-    "comet_ml": ("COMET_PROJECT_NAME", None, None),
 }
 # What they call the run that they log to, and what they are given to log to an earlier one.
 IDENTITY: dict[str, Callable[[Any], str]] = {
@@ -43,22 +41,6 @@ CONTINUE: dict[str, Callable[[str], dict[str, str]]] = {
 }
 FOLDER = "output_dir"  # in TRACKED: of the run that the trackers have
 FIRST_GROUPS = ("train/", "validation/")
-LAYOUT = {  # of TensorBoard's custom scalars; regular expressions of tags
-    "training": {
-        "loss": ["Multiline", ["train/loss$", "validation/loss$"]],
-        "loss by timestep, 1 is the least noise": ["Multiline", ["train/loss_timestep_quartile_"]],
-        "norm of the gradient, and what it is clipped to": ["Multiline", ["train/grad_norm$", "train/clip_value$"]],
-        "learning rate": ["Multiline", ["train/lr$"]],
-    },
-    "samples": {
-        "distance from the training images": ["Multiline", ["x_eval/fd_"]],
-        "precision and recall": ["Multiline", ["x_eval/precision$", "x_eval/recall$"]],
-    },
-    "speed": {
-        "images per second": ["Multiline", ["x_perf/images_per_second$"]],
-        "share of time that waits for data": ["Multiline", ["x_perf/data_wait$"]],
-    },
-}
 
 
 def start_trackers(accelerator: Accelerator, options: RunOptions) -> None:
@@ -185,8 +167,6 @@ class Trackers:
 
             for summary in hparams(values, {"train/loss": 0.0, "validation/loss": 0.0}):  # in this run, not in one of its own
                 tracker.writer.file_writer.add_summary(summary)
-            evaluated = settings.get("eval_steps") is not None
-            tracker.writer.add_custom_scalars({k: charts for k, charts in LAYOUT.items() if evaluated or k != "samples"})
 
         self._each(store, gives_up=False)
 
