@@ -12,14 +12,15 @@ process pack while the others wait. While packing, memory holds a few MB per cor
 
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import json
 import mmap
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -29,6 +30,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from utils.core.errors import UserError
+from utils.core.launcher import PR_SET_PDEATHSIG
 from utils.core.processors import usable_cores
 from utils.core.signals import signals_held
 from utils.core.size import Size
@@ -295,26 +297,15 @@ def _chunks(count: int, read_files: ReadFiles, prepare: ImagePreparation, first:
         files = read_files(start, min(start + rows, count)) if start < count else []
 
 
-@contextlib.contextmanager
-def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
+def _processes(workers: int) -> ProcessPoolExecutor:
     """Processes that end with this one, however it ends: what they inherit includes the lock on the cache."""
-    reading, writing = os.pipe()
-    context = multiprocessing.get_context("fork")
-    try:
-        with ProcessPoolExecutor(workers, context, _end_with_parent, (reading, writing)) as pool:
-            with signals_held():  # which launchers send to the whole process group: this process decides when to stop
-                pool.submit(os.getpid).result()  # starts them all
-            yield pool
-    finally:
-        os.close(reading)
-        os.close(writing)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _end_with_parent, (os.getpid(),))
+    with signals_held():  # which launchers send to the whole process group: this process decides when to stop
+        pool.submit(os.getpid).result()  # starts them all
+    return pool
 
 
-def _end_with_parent(reading: int, writing: int) -> None:
-    os.close(writing)
-
-    def wait() -> None:
-        os.read(reading, 1)  # nothing is ever written: this returns when the last writer, the parent, is gone
+def _end_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
         os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()

@@ -206,7 +206,9 @@ class Tar:
         last = max((file["offset"] + file["size"] for file in there), default=0)
         with open_shard(shard) as opened:
             opened.seek(first)
-            data = _exactly(opened, last - first)
+            data = opened.read(last - first)
+        if len(data) < last - first:
+            raise EOFError("the file ends too early")
         images = []
         for file in chosen:
             start = 0 if file is None else file["offset"] - first
@@ -255,14 +257,3 @@ class Tar:
             except (ValueError, AttributeError):
                 return {}
         return {column: int(text) if column == "cls" and text.lstrip("-").isdecimal() else text}
-
-
-def _exactly(file: Any, size: int) -> bytes:
-    parts = []
-    while size > 0:
-        part = file.read(size)
-        if not part:
-            raise EOFError("the file ends too early")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
