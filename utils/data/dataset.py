@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -29,7 +28,7 @@ from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used, 
 from utils.data.shards import patiently
 from utils.data.sources import contents_key, open_dataset
 from utils.data.stored_files import forget_archives, is_address
-from utils.data.stream import BlockReader, StreamedImages, describe, empty_table, first_cell, index_shards, refuse_column
+from utils.data.stream import BlockReader, StreamedImages, open_shards
 from utils.options.flags import DataOptions
 
 if TYPE_CHECKING:
@@ -292,7 +291,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
         cache = BlockCache(cache_folder(options.cache_dir) / STREAMED_BLOCKS, fingerprint, prepare, limit)
         store: PackedImages | DecodedImages | StreamedImages = StreamedImages(cache, files, prepare, allowed)
         in_use = mark_used(cache.folder, about | {"images": f"{len(files):,} images, streamed"})
-        notes.append(f"streamed: {describe(files.blocks)}, shuffled in windows of {options.shuffle_window:,} images")
+        notes.append(f"streamed: {files}, shuffled in windows of {options.shuffle_window:,} images")
         notes.append(f"decoded blocks: at most {options.cache_limit} with those of other runs, in {cache.folder}")
     elif options.cache_images == "yes":
         folder = cache_folder(options.cache_dir) / fingerprint
@@ -335,14 +334,10 @@ class _Source:
 
 
 def _open_stream(options: DataOptions, progress: Callable[[int, int], None] | None) -> _Source:
-    found = index_shards(options, cache_folder(options.cache_dir) / "streams" / "index", progress)
-    columns, notes = find_image_column(empty_table(found), options.image_column, partial(first_cell, found))
-    refuse_column(found, columns[0])
-    files = BlockReader(found, columns)
-    key = " ".join(filter(None, (found.key, files.files_key())))
-    about = (key, str(options.dataset_name), ", ".join(columns), [*notes, *found.notes])
-    first = patiently(lambda: files.images(0), files.address(0))
-    return _Source(files, found.labels, found.class_names, *about, data_range=_range_of(first, options))
+    files, (labels, class_names, notes) = open_shards(options, cache_folder(options.cache_dir) / "streams" / "index", progress)
+    about = (files.key(), str(options.dataset_name), ", ".join(files.columns), notes)
+    first = patiently(lambda: files.images(0), files.shard(0).address)
+    return _Source(files, labels, class_names, *about, data_range=_range_of(first, options))
 
 
 def _cache_limit(options: DataOptions, images: int, prepare: ImagePreparation) -> int:
