@@ -16,8 +16,8 @@ from steady_doctor.data.declared import DeclaredImages, Source
 from steady_doctor.data.decode import decoded
 from steady_doctor.data.table import open_table
 from utils.core.errors import UserError
-from utils.data.cells import shortened
 from utils.data.dataset import load_images
+from utils.data.image_column import shortened
 from utils.options.flags import DataOptions
 
 COLOR = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)

@@ -11,7 +11,7 @@ from utils.core.errors import UserError
 from utils.data import loader
 from utils.data.dataset import content_fingerprint
 from utils.data.loader import BatchSplit, WindowedOrder, training_batches
-from utils.data.split import split_validation
+from utils.data.training_data import split_validation
 
 pytest_plugins = ("shard_fixtures",)
 

@@ -37,7 +37,7 @@ class OtherChannels(UserError):
 
 
 class ArrayImages:
-    """The images of such a file by row, the counterpart of `columns.EncodedImages`; a pickled copy opens the file again.
+    """The images of such a file by row, the counterpart of `image_column.EncodedImages`; a pickled copy opens the file again.
 
     Attributes:
         labels: int64 [N], or None; class_names: of them, or None; see `columns.classes_of`.

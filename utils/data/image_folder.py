@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.core.errors import UserError
 from utils.data.decode import image_suffixes
-from utils.data.file_tree import FileTree, suffix_of
-from utils.data.folder_table import FolderTable
+from utils.data.file_tree import FileTree, FolderTable, suffix_of
 
 if TYPE_CHECKING:
     import datasets

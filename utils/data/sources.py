@@ -25,8 +25,7 @@ from PIL import Image
 from utils.core.errors import UserError
 from utils.core.hub import is_only_a_path, told
 from utils.data.decode import image_suffixes
-from utils.data.file_tree import FileTree, archive_stem, scan, suffix_of
-from utils.data.folder_table import ABOUT_IMAGES, decoded_text, mark_of
+from utils.data.file_tree import ABOUT_IMAGES, FileTree, archive_stem, decoded_text, mark_of, scan, suffix_of
 from utils.data.image_folder import ImageFolder
 from utils.options.flags import DataOptions
 from utils.options.paths import DIGITS

@@ -14,7 +14,7 @@ from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.data.autoencoder import Autoencoder
 from utils.data.dataset import cache_root, load_images
-from utils.data.split import split_validation
+from utils.data.training_data import split_validation
 from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import Curve, plot
 from utils.diffusion.guidance import make_guided_prediction
