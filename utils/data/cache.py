@@ -35,7 +35,7 @@ from utils.core.processors import usable_cores
 from utils.core.signals import signals_held
 from utils.core.size import Size
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
-from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
+from utils.data.decode import ImageFile, ImagePreparation, cut
 from utils.data.stored_files import is_remote
 
 PACKING_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
@@ -113,17 +113,13 @@ class PackedImages:
         return self.length
 
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray:
-        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `crop_offsets`."""
+        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `cut`."""
         if self.uniform:
             batch = self.pixels.array[rows]
         else:
-            sizes = self.sizes.array[rows]
-            tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.size, crop)
-            batch = np.empty((len(rows), self.channels, *self.size), self.pixels.dtype)
-            for image, start, (height, width), top, left in zip(batch, self.offsets.array[rows], sizes, tops, lefts):
-                whole = self.pixels.array[start : start + self.channels * int(height) * int(width)]
-                whole = whole.reshape(self.channels, height, width)
-                image[:] = whole[:, top : top + self.size.height, left : left + self.size.width]
+            places = zip(self.offsets.array[rows].tolist(), self.sizes.array[rows].tolist())
+            whole = [(self.pixels.array[start : start + self.channels * h * w], h, w) for start, (h, w) in places]
+            batch = cut([values.reshape(self.channels, h, w) for values, h, w in whole], self.size, crop)
         self.pixels.forget_pages()
         return batch
 

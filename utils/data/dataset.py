@@ -22,7 +22,7 @@ from utils.data.block_cache import BlockCache, bytes_of
 from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
 from utils.data.color_modes import background_color
 from utils.data.columns import find_labels
-from utils.data.decode import ImagePreparation, Range, crop_offsets, describe_remarks, size_from_header
+from utils.data.decode import ImagePreparation, Range, cut, describe_remarks, size_from_header
 from utils.data.image_column import EncodedImages, find_image_column
 from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used, size_of
 from utils.data.shards import patiently
@@ -51,7 +51,7 @@ class DecodedImages:
         return len(self.files)
 
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray | None:
-        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
+        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `cut`.
 
         None when some of them cannot be decoded: `bad_images` has them now.
 
@@ -67,10 +67,7 @@ class DecodedImages:
         if met:
             self.bad_images.learn(met)
             return None
-        sizes = np.array([pixels.shape[1:] for pixels in whole])
-        height, width = self.prepare.size
-        tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.prepare.size, crop)
-        return np.stack([pixels[:, top : top + height, left : left + width] for pixels, top, left in zip(whole, tops, lefts)])
+        return cut(whole, self.prepare.size, crop)
 
 
 @dataclass(eq=False)
@@ -172,7 +169,9 @@ class ImageSet:
             there is no image in the set that can be.
         """
         indices = np.asarray(indices, dtype=np.int64)
-        if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
+        if not len(indices):
+            return np.empty((0, *self.shape), np.uint8 if self.max_value == 255 else np.uint16)
+        if not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(f"indices must lie in [0, {len(self)}), got {indices.min()} to {indices.max()}")
         while (pixels := self.store.fetch(self._rows(self.shown(indices)), crop)) is None:
             pass  # the store met images that it had not known to be bad; now others take their places

@@ -25,7 +25,7 @@ from utils.core.files import whole_file
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache, StoredBlock
 from utils.data.columns import find_labels, is_number, usual_labels
-from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
+from utils.data.decode import ImageFile, ImagePreparation, cut
 from utils.data.image_column import EncodedImages, files_key, find_image_column, first_of
 from utils.data.shard_formats import VERSION, Tar, columns_of, counts, format_of
 from utils.data.shards import Shard, UnreadableShard, find_shards, in_parallel, patiently
@@ -262,15 +262,15 @@ class StreamedImages:
         return np.searchsorted(self.starts, rows, side="right") - 1
 
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray | None:
-        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
+        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `cut`.
 
         None when some of them cannot be decoded, or their shard not be read: `bad_images` has them now.
 
         Raises:
             UserError: naming a shard that cannot be read, or an image that cannot be decoded, once there are more than may be.
         """
-        blocks, (height, width) = self.blocks_of(rows), self.prepare.size
-        numbers, met = (rows - self.starts[blocks]).tolist(), []
+        blocks = self.blocks_of(rows)
+        numbers = (rows - self.starts[blocks]).tolist()
         wanted = set(blocks.tolist())
         try:
             opened = {block: self.block(block) for block in wanted}
@@ -282,18 +282,11 @@ class StreamedImages:
             size = blank.size
             joined = bytearray().join([block.values[n * size : (n + 1) * size] for block, n in zip(stored, numbers)])
             return np.frombuffer(joined, blank.dtype).reshape(-1, *blank.shape)
-        batch = np.empty((len(rows), *blank.shape), blank.dtype)
-        sizes = np.stack([block.sizes[number] for block, number in zip(stored, numbers)])
-        tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.prepare.size, crop)
-        for place, (block, number, top, left) in enumerate(zip(stored, numbers, tops, lefts)):
-            if number in block.bad:
-                met.append(BadImage(int(rows[place]), *block.bad[number]))
-            else:
-                batch[place] = block.images[number][:, top : top + height, left : left + width]
-        if met:
+        places = list(zip(rows.tolist(), stored, numbers))
+        if met := [BadImage(row, *block.bad[number]) for row, block, number in places if number in block.bad]:
             self.bad_images.learn(met)
             return None
-        return batch
+        return cut([block.images[number] for _, block, number in places], self.prepare.size, crop)
 
     def _unreadable_images(self, blocks: set[int]) -> list[BadImage]:
         """Those of the blocks that cannot be read. Raises UnreadableShard where no images may be replaced."""
