@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steady_doctor.data.rows import check_rows
 from utils.data import loader
 from utils.data.bad_images import BadImages
 from utils.data.loader import BatchSplit, SampleOrder, WindowedOrder, training_batches
@@ -115,3 +116,26 @@ def test_a_run_that_resumes_twice_goes_on_as_one_that_was_not_disturbed(blocks, 
         for number in range(start, stop, 700):  # as a run asks: some samples at a time
             parts += shown(order, number, min(number + 700, stop))
     assert parts == undisturbed
+
+
+def test_a_window_is_shuffled_well():
+    blocks = np.full(100, 100)
+    shown, second = WindowedOrder(blocks, 1000, 0).indices(torch.arange(20_000)).numpy().reshape(2, -1)
+    assert (shown == second).sum() < 20  # one is expected
+    assert len(np.unique(shown[:1000] // 100)) == 10
+    assert (np.diff(shown) == 1).sum() < 40  # 10 are expected of windows of 1,000
+    first, last = shown[:500], shown[500:1000]
+    assert abs(np.mean(first % 100) - np.mean(last % 100)) < 8  # of each block's rows both halves show the same
+    assert len(np.unique(first // 100)) == len(np.unique(last // 100)) == 10
+
+
+def test_the_step_audit_knows_windows():
+    numbers, blocks = np.arange(4000), np.full(500, 200)
+    rows = WindowedOrder(blocks, 2000, 0).indices(torch.from_numpy(numbers)).numpy()
+
+    def found(rows, window):
+        return list(check_rows(1, rows, numbers, 100_000, np.zeros(0, np.int64), False, window))
+
+    assert found(rows, 2000) == [] != found(rows, None)
+    in_blocks = (np.random.default_rng(0).permutation(500)[:, None] * 200 + np.arange(200)).reshape(-1)[:4000]
+    assert found(in_blocks, 2000) != []
