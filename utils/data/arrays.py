@@ -135,31 +135,12 @@ class ArrayImages:
         return np.asarray(content[name])
 
 
-def range_of(files: Any, options: DataOptions) -> Range:
-    """Returns the values of black and white of `files` (with `dtype`). Raises UserError where they are not known."""
-    known = _KNOWN_RANGES.get(str(files.dtype))
-    if options.data_range is None and known is None:
-        seen = np.stack([file.array for file in files.between(0, min(len(files), _LOOKED_AT)) if file.array is not None])
-        example = " (0 255 for bytes)" if seen.dtype.kind in "iu" and 1 < seen.max() <= 255 else ""
-        raise UserError(
-            f"{options.dataset_name} holds {files.dtype}, whose range is not known (the first {len(seen)} images have values "
-            f"from {np.nanmin(seen):g} to {np.nanmax(seen):g})\nset --data_range LOW HIGH{example}"
-        )
-    return checked_range(options.data_range) or known or (0.0, 1.0)
+def range_of(files: Any, shape: tuple[int, ...], options: DataOptions) -> Range:
+    """Returns the values of black and white of `files` (with `dtype`), images of `shape`, [H, W, C] or [H, W].
 
-
-def checked_range(data_range: list[float] | None) -> Range | None:
-    """Returns `--data_range` as (low, high). Raises UserError where it is none."""
-    if data_range is None:
-        return None
-    if len(data_range) != 2 or data_range[0] >= data_range[1]:
-        raise UserError(f"--data_range is {' '.join(map(str, data_range))}\nset two numbers, the lower one first")
-    return data_range[0], data_range[1]
-
-
-def refuse_shape(shape: tuple[int, ...], options: DataOptions) -> None:
-    """Raises OtherChannels where images of `shape`, [H, W, C] or [H, W], have other channels than the options say."""
-    channels = 1 if len(shape) == 2 else shape[-1]
+    Raises OtherChannels where they have other channels than the options say, and UserError where the range is not known.
+    """
+    channels, known = 1 if len(shape) == 2 else shape[-1], _KNOWN_RANGES.get(str(files.dtype))
     if channels != options.image_channels:
         hint = f"set --image_channels {channels}"
         if len(shape) == 3 and shape[0] == options.image_channels:
@@ -168,3 +149,15 @@ def refuse_shape(shape: tuple[int, ...], options: DataOptions) -> None:
             f"the images of {options.dataset_name} are {list(shape)}, which is {channels} channels ([H, W, C]), and "
             f"--image_channels is {options.image_channels}\n{hint}"
         )
+    if given := options.data_range:
+        if len(given) != 2 or given[0] >= given[1]:
+            raise UserError(f"--data_range is {' '.join(map(str, given))}\nset two numbers, the lower one first")
+        return given[0], given[1]
+    if known is None:
+        seen = np.stack([file.array for file in files.between(0, min(len(files), _LOOKED_AT)) if file.array is not None])
+        example = " (0 255 for bytes)" if seen.dtype.kind in "iu" and 1 < seen.max() <= 255 else ""
+        raise UserError(
+            f"{options.dataset_name} holds {files.dtype}, whose range is not known (the first {len(seen)} images have values "
+            f"from {np.nanmin(seen):g} to {np.nanmax(seen):g})\nset --data_range LOW HIGH{example}"
+        )
+    return known

@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
+from filelock import FileLock
 
 from utils.core.errors import UserError
 from utils.core.launcher import PR_SET_PDEATHSIG
@@ -48,7 +49,6 @@ _REMOTE_WORKERS = 16  # threads that wait for a network
 
 ReadFiles = Callable[[int, int], list[ImageFile]]  # start, stop -> the files of rows [start, stop)
 Progress = Callable[[int, int], None]  # of (done, total)
-T = TypeVar("T")
 
 
 class MappedArray:
@@ -145,43 +145,28 @@ def pack_once(
     Raises:
         UserError: an image that cannot be decoded, or more than may be; a disk that is full or not writable.
     """
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return PackedImages(folder, max_bad_images)
     try:
-        return made_once(
-            folder,
-            lambda made: PackedImages(made, max_bad_images),
-            lambda draft: _write(draft, count, read_files, prepare, progress, max_bad_images),
-        )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                return PackedImages(folder, max_bad_images)  # another process made it while this one waited
+            unfinished = folder.with_name(f"{folder.name}.tmp")  # ours alone under the lock; a killed packer may have left it
+            for leftover in (unfinished, folder):
+                shutil.rmtree(leftover, ignore_errors=True)
+            try:
+                unfinished.mkdir()
+                _write(unfinished, count, read_files, prepare, progress, max_bad_images)
+                os.rename(unfinished, folder)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            return PackedImages(folder, max_bad_images)
     except OSError as error:
         raise UserError(
             f"cannot write the packed images {folder}: {error.strerror or error}\n"
             "choose another disk with --cache_dir, or set --cache_images no (then each image is decoded when it is needed)"
         ) from error
-
-
-def made_once(folder: Path, opened: Callable[[Path], T], write: Callable[[Path], None]) -> T:
-    """What `opened` makes of `folder`, whose files `write` makes first where they are missing or damaged.
-
-    `write` gets another folder, which is renamed once all is there. `opened` says by OSError, ValueError or KeyError that
-    something is missing. One process writes while the others wait. Raises OSError where the disk does not take it.
-    """
-    from filelock import FileLock
-
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return opened(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            return opened(folder)  # another process made it while this one waited
-        unfinished = folder.with_name(f"{folder.name}.tmp")  # ours alone under the lock; a killed packer may have left it
-        for leftover in (unfinished, folder):
-            shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            unfinished.mkdir()
-            write(unfinished)
-            os.rename(unfinished, folder)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        return opened(folder)
 
 
 def free_for(folder: Path, needed: int) -> None:

@@ -16,13 +16,13 @@ import torch
 
 from utils.core.errors import UserError
 from utils.core.size import Size, read_bytes
-from utils.data.arrays import ArrayImages, is_array_file, range_of, refuse_shape
+from utils.data.arrays import ArrayImages, is_array_file, range_of
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
-from utils.data.block_cache import BlockCache, bytes_of
+from utils.data.block_cache import BlockCache
 from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
 from utils.data.color_modes import background_color
 from utils.data.columns import find_labels
-from utils.data.decode import ImagePreparation, Range, cut, describe_remarks, size_from_header
+from utils.data.decode import ImagePreparation, Range, cut, describe_remarks, header_of
 from utils.data.image_column import EncodedImages, find_image_column
 from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used, size_of
 from utils.data.shards import patiently
@@ -222,8 +222,8 @@ class ImageSet:
         for row in self._rows(np.asarray(indices, dtype=np.int64)).tolist():
             (file,) = self.files.at([row])  # one at a time, because photographs are large
             read += len(file.data or b"")
-            if (size := size_from_header(file)) is not None:
-                sizes.append(size)
+            if (header := header_of(file)) is not None:
+                sizes.append(header[1:])
             if read >= max_bytes:
                 break
         return np.array(sizes, np.int64).reshape(-1, 2)
@@ -341,7 +341,7 @@ def _open_stream(options: DataOptions, progress: Callable[[int, int], None] | No
 
 def _cache_limit(options: DataOptions, images: int, prepare: ImagePreparation) -> int:
     """Returns the bytes that --cache_limit names. Raises UserError where two windows of a stream are larger."""
-    limit, needed = read_bytes(options.cache_limit), bytes_of(2 * min(options.shuffle_window, images), prepare)
+    limit, needed = read_bytes(options.cache_limit), 2 * min(options.shuffle_window, images) * prepare.blank().nbytes
     if needed > limit:
         raise UserError(
             f"--cache_limit {options.cache_limit} is too small: two windows of --shuffle_window take {describe_size(needed)}\n"
@@ -370,8 +370,7 @@ def _open_table(options: DataOptions) -> _Source:
 def _range_of(files: EncodedImages, options: DataOptions) -> Range | None:
     """The values of black and white where the images are arrays. Raises UserError where they do not fit the options."""
     if files.shape is not None:
-        refuse_shape(files.shape, options)
-        return range_of(files, options)
+        return range_of(files, files.shape, options)
     if options.data_range is not None:
         raise UserError("--data_range is for arrays, and these are image files\nleave out --data_range")
     return None
@@ -379,11 +378,10 @@ def _range_of(files: EncodedImages, options: DataOptions) -> Range | None:
 
 def _open_arrays(options: DataOptions) -> _Source:
     files, name = ArrayImages(options), str(options.dataset_name)
-    refuse_shape(files.shape[1:], options)
     names = f"{options.image_column or 'images'}, {options.label_column or 'labels'}"
     no_notes: list[str] = []
     about = (contents_key([Path(name)], ""), name, names, no_notes)
-    return _Source(files, files.labels, files.class_names, *about, data_range=range_of(files, options))
+    return _Source(files, files.labels, files.class_names, *about, data_range=range_of(files, files.shape[1:], options))
 
 
 def refuse_channels(options: DataOptions) -> None:
@@ -394,18 +392,11 @@ def refuse_channels(options: DataOptions) -> None:
         raise UserError("image files with alpha are read at 8 bits\nleave out --preserve_input_precision")
 
 
-def cache_root(cache_dir: str | None) -> Path:
-    """`cache_dir`, or that of Hugging Face's datasets: packed images and what is computed of them go below it."""
-    if cache_dir is not None:
-        return Path(cache_dir)
+def cache_folder(cache_dir: str | None) -> Path:
+    """Returns the folder of packed images and what is computed of them, in `cache_dir` or that of Hugging Face's datasets."""
     import datasets
 
-    return Path(datasets.config.HF_DATASETS_CACHE)
-
-
-def cache_folder(cache_dir: str | None) -> Path:
-    """Returns the folder of the packed images."""
-    return cache_root(cache_dir) / "steady_diffusion"
+    return Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "steady_diffusion"
 
 
 def content_fingerprint(images: ImageSet, sample: int = 64) -> str:

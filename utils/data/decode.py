@@ -285,12 +285,6 @@ def header_of(file: ImageFile) -> tuple[str, int, int] | None:
         return None
 
 
-def size_from_header(file: ImageFile) -> tuple[int, int] | None:
-    """Returns height and width of `header_of`."""
-    header = header_of(file)
-    return header and header[1:]
-
-
 def resized_size(height: int, width: int, size: Size) -> tuple[int, int]:
     """Returns height and width of an image that just covers `size`; for a square as torchvision's `Resize(side)` has them."""
     if height * size.width <= width * size.height:

@@ -151,7 +151,8 @@ class ImageFolder:
         import pyarrow as pa
 
         try:
-            paths = pa.array([self._path(name, row) for row, name in rows], pa.string())
+            found = [self._tree.paths[name] if self._metadata is None else self._beside.paths[row] for row, name in rows]
+            paths = pa.array(found, pa.string())
         except UnicodeEncodeError as error:
             raise UserError(f"{self._source}: the file name {error.object!r} is not UTF-8\nrename this file") from None
         image = pa.StructArray.from_arrays([pa.nulls(len(rows), pa.binary()), paths], ["bytes", "path"])
@@ -167,9 +168,6 @@ class ImageFolder:
             features |= datasets.Features.from_arrow_schema(chosen.schema)
         table = datasets.table.InMemoryTable(pa.table(columns))
         return datasets.Dataset(table.cast(features.arrow_schema), info=datasets.DatasetInfo(features=features))
-
-    def _path(self, name: str, row: int) -> str:
-        return self._tree.paths[name] if self._metadata is None else self._beside.paths[row]
 
     def _describe(self, found: dict[str, int], used: set[str], shown: set[str]) -> list[str]:
         """What is used, and what is left out and why."""

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import glob
 import hashlib
-import io
 import os
 import posixpath
 import re
@@ -288,15 +287,9 @@ def _open_digits(split: str) -> OpenedDataset:
     pixels = np.rint(scans.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     names = [str(digit) for digit in range(10)]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
-    rows = {"image": [{"bytes": _png(scan), "path": None} for scan in pixels], "label": labels}
+    rows = {"image": [Image.fromarray(scan) for scan in pixels], "label": labels}
     key = hashlib.sha256(pixels.tobytes() + labels.astype(np.int64).tobytes()).hexdigest()
     return OpenedDataset(datasets.Dataset.from_dict(rows, features=features), key, "digits (scikit-learn's handwritten digits)")
-
-
-def _png(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 def _files_below(folder: Path) -> list[Path]:
