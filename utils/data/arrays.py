@@ -50,7 +50,11 @@ class ArrayImages:
         self._asked = options.image_column is not None
         self._opened: tuple[int, Any] = (-1, None)
         with self._reading():
-            images, labels = self._open(), self._labels(options.label_column)
+            images, content = self._open()
+            name = options.label_column or "labels"
+            labels = np.asarray(content[name]) if name in content else None
+        if labels is None and options.label_column is not None:
+            raise UserError(f"{self._path} has no labels {name!r}\nset another --label_column, or leave it out")
         if images.ndim not in (3, 4) or 0 in images.shape:
             raise UserError(f"the images of {self._path} are {list(images.shape)}\nthey must be [N, H, W, C] or [N, H, W]")
         if images.dtype.kind not in "biuf":
@@ -91,7 +95,7 @@ class ArrayImages:
         """Returns the images of any rows, in that order."""
         if self._opened[0] != os.getpid():  # an HDF5 file is not shared with a forked process
             with self._reading():
-                self._opened = os.getpid(), self._open()
+                self._opened = os.getpid(), self._open()[0]
         return [ImageFile(None, None, f"row {row} of {self._path}", np.asarray(self._opened[1][row])) for row in rows]
 
     def _content(self) -> Any:
@@ -114,25 +118,18 @@ class ArrayImages:
                 problem = "it is no file of arrays, or its arrays hold objects instead of numbers"
             raise UserError(f"cannot read {self._path}: {problem}\nmake the file again") from error
 
-    def _open(self) -> Any:
+    def _open(self) -> tuple[Any, Any]:
+        """The images; and what else the file holds, by name."""
         content = self._content()
         if isinstance(content, np.ndarray):
-            return content
+            return content, {}
         lone = next(iter(content)) if len(content) == 1 and not self._asked else self._name
         found = content.get(lone)
         if not hasattr(found, "ndim"):  # a group of HDF5
             raise UserError(
                 f"{self._path} has no {self._name!r}; it has {', '.join(content)}\nset --image_column to the name of the images"
             )
-        return found
-
-    def _labels(self, requested: str | None) -> np.ndarray | None:
-        content, name = self._content(), requested or "labels"
-        if isinstance(content, np.ndarray) or name not in content:
-            if requested is not None:
-                raise UserError(f"{self._path} has no labels {requested!r}\nset another --label_column, or leave it out")
-            return None
-        return np.asarray(content[name])
+        return found, content
 
 
 def range_of(files: Any, shape: tuple[int, ...], options: DataOptions) -> Range:

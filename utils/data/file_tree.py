@@ -177,13 +177,14 @@ class FolderTable:
     def _tables(self) -> list[Any]:
         import pyarrow as pa
 
-        tables = []
-        for name in (
-            sorted(name for name in self._tree.paths if posixpath.basename(name).lower() in _NAMES) or self._with_classes()
-        ):
+        tables, paths = [], sorted(self._tree.paths)
+        found = [name for name in paths if posixpath.basename(name).lower() in _NAMES]
+        named = [name for name in paths if posixpath.basename(name) == _CLASSES and not found]
+        classes = {name: pairs for name in named if (pairs := self._labels(name))}
+        for name in found or classes:
             path = self._tree.paths[name]
             try:
-                table = self._read(name, path)
+                table = self._read(name, path, classes)
                 if "file_name" not in table.column_names:
                     table = table.rename_columns([_usual(column) for column in table.column_names])
                 files = table["file_name"].to_pylist()
@@ -210,10 +211,6 @@ class FolderTable:
             tables.append(table.set_column(table.column_names.index("file_name"), "file_name", pa.array(files, pa.string())))
         return tables
 
-    def _with_classes(self) -> list[str]:
-        """The names of those files of NVlabs' kind that have classes."""
-        return [name for name in sorted(self._tree.paths) if posixpath.basename(name) == _CLASSES and self._labels(name)]
-
     def _labels(self, name: str) -> list:
         """[file name, class] of each image; none where the file is of another kind, or has no classes."""
         try:
@@ -224,15 +221,14 @@ class FolderTable:
         right = all(isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs)
         return pairs if right and all(suffix_of(name) in image_suffixes() for name, _ in pairs) else []
 
-    def _read(self, name: str, path: str) -> Any:
+    def _read(self, name: str, path: str, classes: dict[str, list]) -> Any:
         import pyarrow as pa
         from pyarrow import json as lines
         from pyarrow import parquet
 
-        if posixpath.basename(name) == _CLASSES:
-            files, classes = zip(*self._labels(name))
+        if name in classes:
             self.notes.append(f"the classes are those of {name}")
-            return pa.table({"file_name": list(files), "label": list(classes)})
+            return pa.table(dict(zip(("file_name", "label"), map(list, zip(*classes[name])))))
         data, suffix = _bytes(path), suffix_of(name)
         if suffix == ".parquet":
             return parquet.read_table(io.BytesIO(data))
