@@ -109,23 +109,13 @@ def saved(image, **options):
 
 
 def test_palette():
+    """Without transparency, with a transparent index, and with alpha for each."""
     image, palette = palette_image()
     check(image, palette[GRAY % 4])
-
-
-def test_palette_with_one_transparent_index():
-    image, palette = palette_image()
-    image = saved(image, transparency=2)
-    assert image.mode == "P"
-    alpha = np.where(GRAY % 4 == 2, 0, 255)
-    check(image, composite(palette[GRAY % 4], alpha, ORANGE), ORANGE)
-
-
-def test_palette_with_alpha_per_index():
-    image, palette = palette_image()
-    alphas = np.array([0, 77, 200, 255])
-    image = saved(image, transparency=bytes(alphas.tolist()))
-    check(image, composite(palette[GRAY % 4], alphas[GRAY % 4], ORANGE), ORANGE)
+    for transparency, alphas in ((2, [255, 255, 0, 255]), (bytes([0, 77, 200, 255]), [0, 77, 200, 255])):
+        stored = saved(image, transparency=transparency)
+        assert stored.mode == "P"
+        check(stored, composite(palette[GRAY % 4], np.array(alphas)[GRAY % 4], ORANGE), ORANGE)
 
 
 def test_gray_and_rgb_with_a_transparent_color():

@@ -125,13 +125,6 @@ def test_image_folder_with_classes(load, tmp_path):
     assert len(both) == 1797 and "ignored" in both.notes[0]
 
 
-def test_words_in_file_names_do_not_split_an_image_folder(load, tmp_path):
-    for name in ("test_1", "train_2", "valid"):
-        (tmp_path / f"{name}.png").write_bytes(encoded(PIXELS[0]))
-    images = load(train_data_dir=str(tmp_path))
-    assert len(images) == 3 and images.labels is None and images.class_names is None
-
-
 HUB_CODE = """
 import json
 from utils.data.bad_images import UndecodableImage
@@ -192,24 +185,6 @@ def test_image_folders_of_the_hub_that_are_archives(tmp_path):
         assert (labels, names) == ((None, None) if rows == [5] else ([0, 1], ["ant", "bee"]))
         assert notes == [f"{len(rows)} of {len(rows) + 1} files used: 1 .txt"] or rows == [5]
     assert in_new_process(ARCHIVES_CODE, HF_ENDPOINT=address, HF_HUB_OFFLINE="1", **environment) == found
-
-
-@pytest.mark.slow
-def test_unknown_hub_name_is_one_line(tmp_path):
-    code = """
-import json
-from utils.data.bad_images import UndecodableImage
-from utils.data.dataset import content_fingerprint, load_images
-from utils.core.errors import UserError
-from utils.options.flags import DataOptions
-try:
-    load_images(DataOptions(dataset_name="someone/nothing", resolution=8))
-except UserError as error:
-    print(json.dumps(str(error)))
-"""
-    with hub_stand_in("someone/pictures", tmp_path) as (address, _):
-        message = in_new_process(code, HF_ENDPOINT=address, HF_HOME=str(tmp_path / "home"))
-    assert "someone/nothing" in message and "doesn't exist on the Hub" in message and message.count("\n") == 1
 
 
 def test_split_slices_and_max_images(load, tmp_path):
