@@ -146,16 +146,16 @@ class TrainingSamples:
         pixels = torch.from_numpy(self.images.fetch(self._order.indices(first.sample_numbers.cpu()).numpy()))
         return to_unit_range(pixels.to(self.device), self.images.max_value)
 
-    def held_out(self, images: ImageSet, numbers: torch.Tensor) -> Batch:
-        """Samples int64 [B], numbers on the host, of a validation on `images`: image i modulo their number, cut in the middle,
-        with noise of its own."""
-        rows, numbers = (numbers % len(images)).numpy(), numbers.to(self.device)
+    def held_out(self, images: ImageSet, numbers: torch.Tensor, device: torch.device) -> Batch:
+        """Samples int64 [B], numbers on the host, of a validation on `images`, for `device`: image i modulo their number, cut
+        in the middle, with noise of its own."""
+        rows, numbers = (numbers % len(images)).numpy(), numbers.to(device)
         if self.encoded is not None:
             stored = torch.from_numpy(self.encoded.latents.fetch(images.shown_rows(rows), self.seed))
-            clean_images = self.encoded.drawn(stored.to(self.device), self.seed, "validation latents", numbers)
+            clean_images = self.encoded.drawn(stored.to(device), self.seed, "validation latents", numbers)
         else:
             pixels = torch.from_numpy(images.fetch(rows, np.full((len(rows), 2), 0.5, np.float32)))
-            clean_images = to_unit_range(pixels.to(self.device), images.max_value)
+            clean_images = to_unit_range(pixels.to(device), images.max_value)
         noise = randomness.normal(self.seed, "validation noise", numbers, self.shape)
         labels = None if images.labels is None else torch.from_numpy(images.labels[images.shown(rows)])
         return Batch(numbers, clean_images, noise, labels)
@@ -198,7 +198,7 @@ class TrainingData:
 
     def validation_batch(self, numbers: torch.Tensor) -> Batch:
         """See `TrainingSamples.held_out`."""
-        return self.samples.held_out(self.validation, numbers)
+        return self.samples.held_out(self.validation, numbers, self.samples.device)
 
 
 def split_validation(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSet]:

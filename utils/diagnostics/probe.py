@@ -137,8 +137,9 @@ def examine_network(
     for a network that was never trained without a class, and for latents, which are drawn anew in each pass.
     """
     first, numbers = samples.first_batch(PROBE_IMAGES), torch.arange(min(len(validation), PROBE_IMAGES))
-    held_out = samples.held_out(validation, numbers) if len(numbers) else None
-    clean_images, others = first.clean_images.cpu(), None if held_out is None else held_out.clean_images.cpu()
+    clean_images = first.clean_images.cpu()
+    held_out = samples.held_out(validation, numbers, clean_images.device) if len(numbers) else None
+    others = None if held_out is None else held_out.clean_images
     asked, labels = unet, (None, None)
     if classes := classes_known(unet):
         asked = _WithoutClass(unet, classes)
