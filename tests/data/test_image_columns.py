@@ -1,7 +1,6 @@
 """Columns of images as people have them: right pixels packed, not packed and streamed, and the doctor reads the same."""
 
 import base64
-import io
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from test_dataset import encoded
 
 from steady_doctor.data.declared import DeclaredImages, Source
 from steady_doctor.data.decode import decoded
@@ -24,12 +23,6 @@ COLOR = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
 GRAY = np.random.default_rng(1).integers(0, 256, (6, 8, 8), dtype=np.uint8)
 COLOR[0, 0, 0], GRAY[0, 0, 0], GRAY[5, 7, 7] = 255, 0, 255
 LABELS = [0, 1, 2, 0, 1, 2]
-
-
-def encoded(pixels) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 FILES = [encoded(pixels) for pixels in COLOR]
