@@ -273,8 +273,10 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     files, notes = source.files, [*source.notes]
     if options.dataset_name is not None and options.train_data_dir is not None:
         notes.append("train_data_dir is ignored because dataset_name is given")
-    if source.data_range is None:
-        refuse_channels(options)
+    if source.data_range is None and options.image_channels > 4:
+        raise UserError(f"--image_channels is {options.image_channels}, and image files have 1 to 4 channels\nset 1, 2, 3 or 4")
+    if source.data_range is None and options.image_channels in (2, 4) and options.preserve_input_precision:
+        raise UserError("image files with alpha are read at 8 bits\nleave out --preserve_input_precision")
     max_value = 65535 if options.preserve_input_precision else 255
     made_as = (size, options.image_channels, options.center_crop, options.background, max_value, source.data_range)
     prepare = ImagePreparation(*made_as)
@@ -379,17 +381,8 @@ def _range_of(files: EncodedImages, options: DataOptions) -> Range | None:
 def _open_arrays(options: DataOptions) -> _Source:
     files, name = ArrayImages(options), str(options.dataset_name)
     names = f"{options.image_column or 'images'}, {options.label_column or 'labels'}"
-    no_notes: list[str] = []
-    about = (contents_key([Path(name)], ""), name, names, no_notes)
-    return _Source(files, files.labels, files.class_names, *about, data_range=range_of(files, files.shape[1:], options))
-
-
-def refuse_channels(options: DataOptions) -> None:
-    """Raises UserError for channels that image files cannot have."""
-    if options.image_channels > 4:
-        raise UserError(f"--image_channels is {options.image_channels}, and image files have 1 to 4 channels\nset 1, 2, 3 or 4")
-    if options.image_channels in (2, 4) and options.preserve_input_precision:
-        raise UserError("image files with alpha are read at 8 bits\nleave out --preserve_input_precision")
+    about = (files.labels, files.class_names, contents_key([Path(name)], ""), name, names)
+    return _Source(files, *about, [], data_range=range_of(files, files.shape[1:], options))
 
 
 def cache_folder(cache_dir: str | None) -> Path:
