@@ -1,5 +1,6 @@
 """The packed cache: reused when nothing changed, made again when something did, whole or absent, and small in memory."""
 
+import itertools
 import json
 import os
 import pickle
@@ -366,3 +367,16 @@ def test_packing_memory_does_not_grow_with_the_number_of_images(tmp_path, monkey
         tracemalloc.stop()
         assert len(packed) == count
     assert peaks[1] < 1.5 * peaks[0] and peaks[1] < 6000 * 64 * 64 * 3 / 2
+
+
+def test_files_that_grow_are_read_few_at_a_time():
+    """From 1 KB to 4 MB each, and back."""
+    small, large = (ImageFile(bytes(size), None, "x") for size in (2**10, 2**22))
+    files = 500 * [small] + 100 * [large] + 400 * [small]
+    read = lambda start, stop: files[start:stop]  # noqa: E731
+    chunks = list(packing._chunks(1000, read, PREPARE, read(0, 16)))
+    sizes = [len(chunk) for chunk in chunks]
+    assert [file for chunk in chunks for file in chunk] == files and sizes[:4] == [16, 32, 64, 64]
+    assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
+    with_large = [len(chunk) for chunk in chunks if large in chunk]
+    assert with_large[0] <= 64 and set(with_large[1:-1]) == {1} and with_large[-1] <= 2

@@ -188,6 +188,28 @@ def test_all_batches_before_an_undecodable_image_come(num_workers, tmp_path):
     assert not multiprocessing.active_children()  # ended at once, though the traceback is still held
 
 
+@pytest.mark.parametrize("together", [1, 16])
+def test_bad_images_that_a_worker_met_before_too_many_are_known(together, tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "_TOGETHER", together)
+    order = SampleOrder(40, 0)
+    for image in range(40):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{image:02}.png")
+    broken = order.indices(torch.tensor([8, 9, 20])).tolist()
+    for image in broken:
+        (tmp_path / f"{image:02}.png").write_bytes(b"damaged")
+    options = {
+        "resolution": 8,
+        "cache_images": "no",
+        "cache_dir": str(tmp_path / "c"),
+        "on_bad_image": "replace",
+        "max_bad_images": 2,
+    }
+    images = load_images(DataOptions(train_data_dir=str(tmp_path), **options))
+    with pytest.raises(UserError, match="3 or more images"):
+        list(training_batches(images, order, BatchSplit(1), range(40), num_workers=1))
+    assert sorted(images.bad_images) == sorted(broken[:2])
+
+
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_micro_batches_that_are_fetched_together_are_those_of_each_alone(images, num_workers, monkeypatch):
     split, steps = BatchSplit(3, 2, 1, 2), 23
