@@ -35,7 +35,7 @@ from models.edm2_unet import EDM2Block, MPConv2d, MPLinear
 from utils.core import randomness
 from utils.data.augmentation import to_unit_range
 from utils.data.dataset import load_images
-from utils.data.split import split_validation
+from utils.data.training_data import split_validation
 from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import Curve, plot
 from utils.diffusion.edm2 import EDM2Denoiser, denoise, losses_per_sample, noise_levels_at

@@ -116,30 +116,24 @@ def test_what_is_wrong_is_said_in_one_or_two_lines(load, tmp_path):
     holed[3, 0, 0, 0] = np.nan
     np.save(tmp_path / "floats.npy", FLOATS)
     np.save(tmp_path / "holed.npy", holed)
-    np.save(tmp_path / "nothing.npy", FLOATS * np.nan)
     np.save(tmp_path / "flat.npy", FLOATS[:, 0, 0])
     np.save(tmp_path / "objects.npy", np.array([{}, {}]), allow_pickle=True)
-    np.savez(tmp_path / "objects.npz", images=np.array([{}, {}]))
     for name, content in (("text.npz", b"no arrays"), ("empty.npy", b""), ("zip.npz", b"PK\x03\x04abc")):
         (tmp_path / name).write_bytes(content)
     np.save(tmp_path / "words.npy", np.full((2, 3, 3), "word"))
     np.savez(tmp_path / "other.npz", x=BYTES, y=LABELS)
     np.savez(tmp_path / "half.npz", images=BYTES, labels=LABELS / 2)
     np.savez(tmp_path / "labels.npz", images=BYTES, labels=LABELS[:5])
-    (tmp_path / "broken.npz").write_bytes(b"no archive")
     Image.fromarray(BYTES[0]).save(tmp_path / "a.png")
     six = {"image_channels": 6}
     cases = [
         ("floats.npy", six, r"float32, whose range is not known \(.* from -0.99.* to 0.99"),
         ("floats.npy", six | {"data_range": [0, 1]}, "row 0 of .*outside of the range 0 to 1"),
         ("floats.npy", six | {"data_range": [1, 0]}, "two numbers, the lower one first"),
-        ("floats.npy", six | {"data_range": [1]}, "two numbers, the lower one first"),
         ("floats.npy", {"data_range": [-1, 1]}, "6 channels .* --image_channels is 3\nset --image_channels 6"),
         ("holed.npy", six | {"data_range": [-1, 1]}, "row 3 of .*NaN"),
-        ("nothing.npy", six | {"data_range": [-1, 1]}, "row 0 of .*NaN"),
         ("flat.npy", {"data_range": [-1, 1]}, r"they must be \[N, H, W, C\]"),
         ("objects.npy", {}, "cannot read .*objects instead of numbers"),
-        ("objects.npz", {}, "cannot read .*objects instead of numbers"),
         ("text.npz", {}, "cannot read .*it is no file of arrays"),
         ("empty.npy", {}, "cannot read .*EOFError"),
         ("zip.npz", {}, "cannot read .*BadZipFile"),
@@ -148,8 +142,6 @@ def test_what_is_wrong_is_said_in_one_or_two_lines(load, tmp_path):
         ("half.npz", {}, "the labels of .*\n0.5 is no class"),
         ("labels.npz", {}, "the labels of .* for 10 images"),
         ("labels.npz", {"label_column": "kinds"}, "no labels 'kinds'"),
-        ("broken.npz", {}, "cannot read"),
-        ("absent.npz", {}, "cannot load|cannot find|not|absent"),
     ]
     for name, options, message in cases:
         with pytest.raises(UserError, match=message) as caught:

@@ -167,14 +167,6 @@ def test_a_killed_packer_leaves_nothing_that_blocks_or_is_taken_for_a_cache(tmp_
     assert sorted(path.name for path in folder.parent.iterdir()) in (["abc"], ["abc", "abc.lock"])
 
 
-def test_a_failed_packing_leaves_no_cache(tmp_path):
-    images = write_images(tmp_path / "images")
-    (images / "4.png").write_bytes(b"no image")
-    with pytest.raises(UserError, match=r"4\.png"):
-        pack_once(tmp_path / "cache" / "abc", 5, reader(images), PREPARE)
-    assert not (tmp_path / "cache" / "abc").exists() and not (tmp_path / "cache" / "abc.tmp").exists()
-
-
 def test_a_cache_remembers_its_bad_images_and_serves_those_who_allow_them(load, tmp_path, monkeypatch):
     (tmp_path / "images" / "2.png").write_bytes(b"")
     with pytest.raises(UserError, match=r"(?s)2\.png \(row 2.*--on_bad_image replace"):
@@ -220,18 +212,11 @@ def test_the_lock_is_held_while_packing_and_free_afterwards(tmp_path):
     def progress(done, count):
         with pytest.raises(Timeout):
             FileLock(tmp_path / "abc.lock").acquire(timeout=0)
-        held.append(done)
+        held.append((done, count))
 
-    pack_once(tmp_path / "abc", 5, reader(write_images(tmp_path / "images")), PREPARE, progress)
-    assert held == [5]
+    pack_once(tmp_path / "abc", 20, reader(write_images(tmp_path / "images", count=20)), PREPARE, progress)
+    assert held == [(16, 20), (20, 20)]  # chunk by chunk
     FileLock(tmp_path / "abc.lock").acquire(timeout=0).lock.release()
-
-
-def test_progress_counts_every_image(tmp_path):
-    seen = []
-    images = write_images(tmp_path / "images", count=20)
-    pack_once(tmp_path / "abc", 20, reader(images), PREPARE, lambda done, count: seen.append((done, count)))
-    assert seen == [(16, 20), (20, 20)]  # chunk by chunk
 
 
 def in_processes(monkeypatch) -> list[int]:
@@ -274,14 +259,6 @@ def test_a_process_that_the_system_ends_is_a_clear_line(tmp_path, monkeypatch):
 
 def _end(*arguments) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_processes_that_do_not_start_are_a_clear_line(tmp_path, monkeypatch):
-    ids = in_processes(monkeypatch)
-    monkeypatch.setattr(packing, "_end_with_parent", _end)
-    with pytest.raises(UserError, match="the system ended a process that decodes images"):
-        pack_once(tmp_path / "abc", 40, reader(write_images(tmp_path / "images", count=40)), PREPARE)
-    assert ids and not (tmp_path / "abc").exists() and not (tmp_path / "abc.tmp").exists()
 
 
 @pytest.mark.parametrize(
@@ -369,19 +346,6 @@ def test_fetching_from_a_large_cache_keeps_memory_small(tmp_path):
     assert resident_bytes() - before < 64 * 2**20
 
 
-def test_files_that_grow_are_read_few_at_a_time():
-    """From 1 KB to 4 MB each, and back."""
-    small, large = (ImageFile(bytes(size), None, "x") for size in (2**10, 2**22))
-    files = 500 * [small] + 100 * [large] + 400 * [small]
-    read = lambda start, stop: files[start:stop]  # noqa: E731
-    chunks = list(packing._chunks(1000, read, PREPARE, read(0, 16)))
-    sizes = [len(chunk) for chunk in chunks]
-    assert [file for chunk in chunks for file in chunk] == files and sizes[:4] == [16, 32, 64, 64]
-    assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
-    with_large = [len(chunk) for chunk in chunks if large in chunk]
-    assert with_large[0] <= 64 and set(with_large[1:-1]) == {1} and with_large[-1] <= 2
-
-
 @pytest.mark.slow
 def test_packing_memory_does_not_grow_with_the_number_of_images(tmp_path, monkeypatch):
     import io
@@ -403,3 +367,16 @@ def test_packing_memory_does_not_grow_with_the_number_of_images(tmp_path, monkey
         tracemalloc.stop()
         assert len(packed) == count
     assert peaks[1] < 1.5 * peaks[0] and peaks[1] < 6000 * 64 * 64 * 3 / 2
+
+
+def test_files_that_grow_are_read_few_at_a_time():
+    """From 1 KB to 4 MB each, and back."""
+    small, large = (ImageFile(bytes(size), None, "x") for size in (2**10, 2**22))
+    files = 500 * [small] + 100 * [large] + 400 * [small]
+    read = lambda start, stop: files[start:stop]  # noqa: E731
+    chunks = list(packing._chunks(1000, read, PREPARE, read(0, 16)))
+    sizes = [len(chunk) for chunk in chunks]
+    assert [file for chunk in chunks for file in chunk] == files and sizes[:4] == [16, 32, 64, 64]
+    assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
+    with_large = [len(chunk) for chunk in chunks if large in chunk]
+    assert with_large[0] <= 64 and set(with_large[1:-1]) == {1} and with_large[-1] <= 2

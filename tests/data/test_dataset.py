@@ -125,13 +125,6 @@ def test_image_folder_with_classes(load, tmp_path):
     assert len(both) == 1797 and "ignored" in both.notes[0]
 
 
-def test_words_in_file_names_do_not_split_an_image_folder(load, tmp_path):
-    for name in ("test_1", "train_2", "valid"):
-        (tmp_path / f"{name}.png").write_bytes(encoded(PIXELS[0]))
-    images = load(train_data_dir=str(tmp_path))
-    assert len(images) == 3 and images.labels is None and images.class_names is None
-
-
 HUB_CODE = """
 import json
 from utils.data.bad_images import UndecodableImage
@@ -192,24 +185,6 @@ def test_image_folders_of_the_hub_that_are_archives(tmp_path):
         assert (labels, names) == ((None, None) if rows == [5] else ([0, 1], ["ant", "bee"]))
         assert notes == [f"{len(rows)} of {len(rows) + 1} files used: 1 .txt"] or rows == [5]
     assert in_new_process(ARCHIVES_CODE, HF_ENDPOINT=address, HF_HUB_OFFLINE="1", **environment) == found
-
-
-@pytest.mark.slow
-def test_unknown_hub_name_is_one_line(tmp_path):
-    code = """
-import json
-from utils.data.bad_images import UndecodableImage
-from utils.data.dataset import content_fingerprint, load_images
-from utils.core.errors import UserError
-from utils.options.flags import DataOptions
-try:
-    load_images(DataOptions(dataset_name="someone/nothing", resolution=8))
-except UserError as error:
-    print(json.dumps(str(error)))
-"""
-    with hub_stand_in("someone/pictures", tmp_path) as (address, _):
-        message = in_new_process(code, HF_ENDPOINT=address, HF_HOME=str(tmp_path / "home"))
-    assert "someone/nothing" in message and "doesn't exist on the Hub" in message and message.count("\n") == 1
 
 
 def test_split_slices_and_max_images(load, tmp_path):
@@ -273,30 +248,6 @@ def test_columns_are_found_named_and_listed(load, tmp_path):
         load(path, label_column="unknown")
     with pytest.raises(UserError, match="--label_column jpg: Image values cannot be labels"):
         load(path, label_column="jpg")
-
-
-@pytest.mark.parametrize("kind", ["binary", "struct", "text"])
-def test_image_columns_without_the_image_type(kind, load, tmp_path):
-    files = [encoded(image) for image in PIXELS]
-    if kind == "binary":
-        columns = {"note": [b"x"] * 6, "img": files}
-    elif kind == "struct":
-        columns = {"anything": [{"bytes": file, "path": f"{n}.png"} for n, file in enumerate(files)]}
-    else:
-        for number, file in enumerate(files):
-            (tmp_path / f"{number}.png").write_bytes(file)
-        columns = {"caption": ["a"] * 6, "image": [str(tmp_path / f"{number}.png") for number in range(6)]}
-    make_dataset(columns).save_to_disk(tmp_path / "saved")
-    assert np.array_equal(load(str(tmp_path / "saved")).fetch(range(6)), expected_pixels())
-
-
-def test_unlabeled_rows_have_no_class_and_are_counted(load, tmp_path):
-    import datasets
-
-    columns = {"image": [{"bytes": encoded(PIXELS[0]), "path": None}] * 2, "label": [-1, 0]}
-    make_dataset(columns, {"image": datasets.Image(), "label": datasets.Value("int64")}).save_to_disk(tmp_path / "a")
-    images = load(str(tmp_path / "a"))
-    assert images.labels.tolist() == [-1, 0] and images.notes[0].startswith("1 of 2 images have no label")
 
 
 def test_wrong_sources_are_one_clear_line(load, tmp_path):
@@ -482,12 +433,6 @@ def test_an_undecodable_image_is_named(cache_images, load, tmp_path):
         make_dataset({"image": bad}, {"image": datasets.Image()}).save_to_disk(path)
         with pytest.raises(UserError, match=message):
             load(str(path), cache_images=cache_images).fetch(range(2))
-
-
-def test_floats_out_of_range_name_file_and_range(load, tmp_path):
-    Image.fromarray(np.array([[0.0, 200.0]], np.float32)).save(tmp_path / "a.tiff")
-    with pytest.raises(UserError, match=r"a\.tiff.*from 0\.0 to 200\.0.*\[0, 1\]"):
-        load(train_data_dir=str(tmp_path))
 
 
 def test_a_machine_that_fails_is_not_the_image_s_fault(load, tmp_path, monkeypatch):

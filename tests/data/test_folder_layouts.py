@@ -243,23 +243,30 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 LARGE = zlib.compress(bytes(2**21))
-OVERSIZED = {
+REFUSED = {
     "text": [chunk(b"zTXt", b"a\0\0" + LARGE)],
     "international text": [chunk(b"iTXt", b"a\0\1\0\0\0" + LARGE)],
     "profile": [chunk(b"iCCP", b"a\0\0" + LARGE)],
+    "damaged facts": [
+        chunk(b"gAMA", b""),
+        chunk(b"pHYs", b"\0"),
+        chunk(b"cHRM", b"\0"),
+        bytes([0, 0, 0, 1]) + b"gAMA\1" + bytes(4),
+    ],
+    "damaged animation": [chunk(b"acTL", b"\0\0\0\2\0\0\0\0"), chunk(b"fcTL", b"x")],
     "many texts": [chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20 - 1)))] * 66,
 }
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("kind", OVERSIZED)
-def test_pixels_beside_large_texts_are_used(kind, before, load, tmp_path):
+@pytest.mark.parametrize("kind", REFUSED)
+def test_pixels_beside_what_pillow_refuses_are_used(kind, before, load, tmp_path):
     folder, png = write(tmp_path / "set", "0.png", "1.png"), encoded(2)
     head, ends = png[:33], (png[33:-12], png[-12:])  # the signature and IHDR; the pixels; IEND
-    parts = [*OVERSIZED[kind], ends[0]] if before or kind == "profile" else [ends[0], *OVERSIZED[kind]]
+    parts = [*REFUSED[kind], ends[0]] if before or kind == "profile" else [ends[0], *REFUSED[kind]]
     (folder / "2.png").write_bytes(b"".join([head, *parts, ends[1]]))
     assert shown(load(folder)) == [0, 1, 2]
-    (folder / "2.png").write_bytes(b"".join([head, *parts])[:-20] if before else head + b"".join(OVERSIZED[kind]))
+    (folder / "2.png").write_bytes(b"".join([head, *parts])[:-20] if before else head + b"".join(REFUSED[kind]))
     with pytest.raises(UserError, match=r"cannot decode the image .*2\.png"):
         load(folder)
 
@@ -344,35 +351,12 @@ def test_folders_that_may_be_no_classes_are_told(names, note, load, tmp_path):
     assert any(one.startswith(note) for one in said(load(write(tmp_path / "set", *names))))
 
 
-@pytest.mark.parametrize("name", ["data.mdb", "train-00000.tfrecord", "data_batch_1"])
-def test_a_folder_of_something_else_is_listed(name, load, tmp_path):
+def test_a_folder_of_something_else_is_listed(load, tmp_path):
     (tmp_path / "set").mkdir()
-    (tmp_path / "set" / name).write_bytes(b"x")
-    suffix = f".{name.partition('.')[2]}" if "." in name else "without a suffix"
-    with pytest.raises(UserError, match=f"set has no images; 0 of 1 files used: 1 {suffix}"):
+    (tmp_path / "set" / "data.mdb").write_bytes(b"x")
+    (tmp_path / "set" / "data_batch_1").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"set has no images; 0 of 2 files used: 1 \.mdb .*, 1 without a suffix"):
         load(tmp_path / "set", "dataset_name")
-
-
-@pytest.mark.parametrize(
-    ("kind", "content", "is_whole"),
-    [
-        (b"gAMA", b"\0\0\0\1", False),
-        (b"gAMA", b"", True),
-        (b"pHYs", b"\0", True),
-        (b"cHRM", b"\0", True),
-        (b"acTL", b"\0\0\0\2\0\0\0\0", True),
-    ],
-)
-def test_pixels_beside_damaged_facts_of_a_png_are_used(kind, content, is_whole, load, tmp_path):
-    (tmp_path / "set").mkdir()
-    parts = [len(content).to_bytes(4), kind, content, zlib.crc32(kind + content).to_bytes(4) if is_whole else bytes(4)]
-    if kind == b"acTL":
-        parts += [bytes([0, 0, 0, 1]), b"fcTL", b"x", zlib.crc32(b"fcTLx").to_bytes(4)]
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
-    whole = file.getvalue()
-    (tmp_path / "set" / "a.png").write_bytes(whole[:33] + b"".join(parts) + whole[33:])
-    assert np.array_equal(load(tmp_path / "set", image_channels=3).fetch([0])[0], pixels.transpose(2, 0, 1))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Columns of images as people have them: right pixels packed, not packed and streamed, and the doctor reads the same."""
 
 import base64
-import io
 import re
 from pathlib import Path
 
@@ -10,26 +9,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from test_dataset import encoded
 
 from steady_doctor.data.declared import DeclaredImages, Source
 from steady_doctor.data.decode import decoded
 from steady_doctor.data.table import open_table
 from utils.core.errors import UserError
-from utils.data.cells import shortened
 from utils.data.dataset import load_images
+from utils.data.image_column import shortened
 from utils.options.flags import DataOptions
 
 COLOR = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
 GRAY = np.random.default_rng(1).integers(0, 256, (6, 8, 8), dtype=np.uint8)
 COLOR[0, 0, 0], GRAY[0, 0, 0], GRAY[5, 7, 7] = 255, 0, 255
 LABELS = [0, 1, 2, 0, 1, 2]
-
-
-def encoded(pixels) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 FILES = [encoded(pixels) for pixels in COLOR]

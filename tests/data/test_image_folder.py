@@ -290,13 +290,3 @@ def test_relative_paths_begin_at_the_file_that_holds_them(load, tmp_path, monkey
     monkeypatch.chdir("/")
     with pytest.raises(UserError, match=rf"cannot decode the image {tmp_path}/pictures/1\.png"):
         load(None, dataset_name=str(tmp_path / "b.parquet"), cache_images="no").fetch([0])
-
-
-def test_a_file_that_a_column_names_and_that_has_changed_is_packed_again(load, tmp_path):
-    import datasets
-
-    write(tmp_path, "0.png", "1.png", "2.png")
-    datasets.Dataset.from_dict({"image": ["0.png", "1.png"]}).to_parquet(tmp_path / "a.parquet")
-    assert shown(load(None, dataset_name=str(tmp_path / "a.parquet"))) == [0, 1]
-    shutil.copyfile(tmp_path / "2.png", tmp_path / "1.png")
-    assert shown(load(None, dataset_name=str(tmp_path / "a.parquet"))) == [0, 2]

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steady_doctor.data.rows import check_rows
 from utils.data import loader
 from utils.data.bad_images import BadImages
 from utils.data.loader import BatchSplit, SampleOrder, WindowedOrder, training_batches
 
 tried = settings(derandomize=True, deadline=None, database=None, max_examples=25)
-started = settings(tried, max_examples=3)  # workers take a tenth of a second to start
 sizes = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)  # images of each block
 windows = st.integers(1, 400)
 seeds = st.integers(0, 2**63 - 1)
@@ -47,13 +47,13 @@ def shown(order, first, stop):
     return order.indices(torch.arange(first, stop)).tolist()
 
 
-def updates(blocks, window, seed, split, steps, workers=0):
+def updates(blocks, window, seed, split, steps):
     """The images of each update, [updates, processes x accumulation x batch], as the processes' loaders give them."""
     batch, accumulation, processes = split
     parts = []
     for process in range(processes):
         order, own = WindowedOrder(np.array(blocks), window, seed), BatchSplit(batch, accumulation, process, processes)
-        parts.append([each["images"] for each in training_batches(Numbers(), order, own, steps, num_workers=workers)])
+        parts.append([each["images"] for each in training_batches(Numbers(), order, own, steps)])
     return torch.stack([torch.stack(list(each)) for each in zip(*parts)]).reshape(len(steps), -1).tolist()
 
 
@@ -96,14 +96,6 @@ def test_any_share_of_the_work_gives_the_same_updates(blocks, window, seed, step
         assert updates(blocks, window, seed, split, steps) == expected
 
 
-@started
-@given(sizes, windows, seeds, st.integers(0, 40), st.integers(1, 2))
-def test_workers_change_nothing(blocks, window, seed, step, workers):
-    steps = range(step, step + 4)
-    without = updates(blocks, window, seed, (5, 1, 1), steps)
-    assert updates(blocks, window, seed, (5, 1, 1), steps, workers) == without
-
-
 @tried
 @given(sizes, windows, seeds, st.lists(st.integers(0, 1500), min_size=4, max_size=4).map(sorted))
 def test_a_run_that_resumes_twice_goes_on_as_one_that_was_not_disturbed(blocks, window, seed, places):
@@ -115,3 +107,26 @@ def test_a_run_that_resumes_twice_goes_on_as_one_that_was_not_disturbed(blocks, 
         for number in range(start, stop, 700):  # as a run asks: some samples at a time
             parts += shown(order, number, min(number + 700, stop))
     assert parts == undisturbed
+
+
+def test_a_window_is_shuffled_well():
+    blocks = np.full(100, 100)
+    shown, second = WindowedOrder(blocks, 1000, 0).indices(torch.arange(20_000)).numpy().reshape(2, -1)
+    assert (shown == second).sum() < 20  # one is expected
+    assert len(np.unique(shown[:1000] // 100)) == 10
+    assert (np.diff(shown) == 1).sum() < 40  # 10 are expected of windows of 1,000
+    first, last = shown[:500], shown[500:1000]
+    assert abs(np.mean(first % 100) - np.mean(last % 100)) < 8  # of each block's rows both halves show the same
+    assert len(np.unique(first // 100)) == len(np.unique(last // 100)) == 10
+
+
+def test_the_step_audit_knows_windows():
+    numbers, blocks = np.arange(4000), np.full(500, 200)
+    rows = WindowedOrder(blocks, 2000, 0).indices(torch.from_numpy(numbers)).numpy()
+
+    def found(rows, window):
+        return list(check_rows(1, rows, numbers, 100_000, np.zeros(0, np.int64), False, window))
+
+    assert found(rows, 2000) == [] != found(rows, None)
+    in_blocks = (np.random.default_rng(0).permutation(500)[:, None] * 200 + np.arange(200)).reshape(-1)[:4000]
+    assert found(in_blocks, 2000) != []

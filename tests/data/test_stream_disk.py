@@ -82,12 +82,9 @@ def test_one_of_several_makes_a_block_and_the_others_wait(tmp_path):
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("text, number", [("50GB", 50 * 10**9), ("1.5 tb", 1500 * 10**9), ("700", 700), ("3MB", 3 * 10**6)])
-def test_sizes_of_files(text, number):
-    assert read_bytes(text) == number
-
-
-def test_what_is_no_size_of_files():
+def test_sizes_of_files():
+    sizes = {"50GB": 50 * 10**9, "1.5 tb": 1500 * 10**9, "700": 700, "3MB": 3 * 10**6}
+    assert {text: read_bytes(text) for text in sizes} == sizes
     for text in ("much", "-3GB", "0", "3 XB"):
         with pytest.raises(ValueError):
             read_bytes(text)

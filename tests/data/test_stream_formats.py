@@ -11,7 +11,7 @@ import pytest
 from shard_files import ROWS, SHARDS, png, web_server, write_tars
 
 from utils.core.errors import UserError
-from utils.data import shard_formats, shards
+from utils.data import shard_formats
 from utils.data.decode import ImageFile, ImagePreparation, Size
 
 pytest_plugins = ("shard_fixtures",)
@@ -44,13 +44,6 @@ def test_other_formats_give_the_same_as_packed(kind, folder, load, tmp_path, mon
         assert (images.fetch(order) == packed.fetch(order)).all() and (images.labels == packed.labels).all()
     assert len(images) == len(packed) == (40 if kind.startswith("tar") else SHARDS * ROWS)
     assert images.class_names == packed.class_names and len(images.store.starts) > 2
-
-
-def test_splits_that_were_saved(folder, load, tmp_path):
-    name = as_saved(folder, tmp_path)
-    assert len(load(name, dataset_split="test")) == 1
-    with pytest.raises(UserError, match=r"--dataset_split valid: .*\n.*'train', 'test'"):
-        load(name, dataset_split="valid")
 
 
 def jpg(number):
@@ -138,28 +131,11 @@ def test_saved_elsewhere_without_what_datasets_left_there(folder, load, tmp_path
         shutil.copy(next((saved / split).glob("data-*.arrow")), saved / split / "cache-0123.arrow")
     assert len(load(f"file://{saved}")) == len(here) == SHARDS * ROWS
     assert len(load(f"file://{saved}", dataset_split="test")) == 1
+    with pytest.raises(UserError, match=r"--dataset_split valid: .*\n.*'train', 'test'"):
+        load(saved, dataset_split="valid")
     with pytest.raises(UserError, match="no such split"):
         load(saved / "train", dataset_split="test")
     path = next((saved / "train").glob("data-*.arrow"))
     path.write_bytes(path.read_bytes()[:-8])  # its end mark
     with pytest.raises(UserError, match=r"cannot read the shard .*ends too early"):
         load(saved)
-
-
-def test_a_tar_elsewhere_is_read_in_large_parts(tmp_path):
-    from fsspec.implementations.memory import MemoryFile
-
-    folder = write_tars(tmp_path / "tars", range(40))
-    reads = []
-
-    class Counted(MemoryFile):
-        def readinto(self, buffer):
-            reads.append(len(buffer))
-            return super().readinto(buffer)
-
-    shard = shards.Shard("memory://x.tar", 0, "")
-    with pytest.MonkeyPatch.context() as patch:
-        data = (folder / "train-00000.tar").read_bytes()
-        patch.setattr(shard_formats, "open_shard", lambda _: Counted(None, "", data))
-        assert len(shard_formats.Tar().index(shard, [])) == 20
-    assert len(reads) <= 4

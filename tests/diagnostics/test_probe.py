@@ -58,7 +58,7 @@ def test_the_first_images_are_many_however_small_the_micro_batch(images, micro_b
     pixels = np.arange(images, dtype=np.uint8).reshape(-1, 1, 1, 1).repeat(4, axis=2).repeat(4, axis=3)
     options = DDPMOptions(train_batch_size=micro_batch, gradient_accumulation_steps=accumulation)
     samples = TrainingSamples(image_set(pixels), Accelerator(cpu=True), options)
-    shown = samples.first_images(32)
+    shown = samples.first_batch(32).clean_images
     assert shown.shape == (given, 1, 4, 4) and len(shown[:, 0, 0, 0].unique()) == given
     alone = next(samples.batches(0, 1))  # they begin with those that the training begins with
     assert torch.equal(shown[:micro_batch], samples.on_device(alone)[1])

@@ -7,8 +7,7 @@ from accelerate import Accelerator
 
 from train_ddpm import DDPM
 from utils.core.errors import UserError
-from utils.data.split import check_images, split_validation
-from utils.data.training_data import TrainingData, TrainingSamples
+from utils.data.training_data import TrainingData, TrainingSamples, check_images, split_validation
 from utils.options.flags import DDPMOptions
 from utils.training.progress import ProgressBar
 from utils.training.validation import Validation

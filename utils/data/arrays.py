@@ -37,7 +37,7 @@ class OtherChannels(UserError):
 
 
 class ArrayImages:
-    """The images of such a file by row, the counterpart of `columns.EncodedImages`; a pickled copy opens the file again.
+    """The images of such a file by row, the counterpart of `image_column.EncodedImages`; a pickled copy opens the file again.
 
     Attributes:
         labels: int64 [N], or None; class_names: of them, or None; see `columns.classes_of`.
@@ -50,7 +50,11 @@ class ArrayImages:
         self._asked = options.image_column is not None
         self._opened: tuple[int, Any] = (-1, None)
         with self._reading():
-            images, labels = self._open(), self._labels(options.label_column)
+            images, content = self._open()
+            name = options.label_column or "labels"
+            labels = np.asarray(content[name]) if name in content else None
+        if labels is None and options.label_column is not None:
+            raise UserError(f"{self._path} has no labels {name!r}\nset another --label_column, or leave it out")
         if images.ndim not in (3, 4) or 0 in images.shape:
             raise UserError(f"the images of {self._path} are {list(images.shape)}\nthey must be [N, H, W, C] or [N, H, W]")
         if images.dtype.kind not in "biuf":
@@ -91,7 +95,7 @@ class ArrayImages:
         """Returns the images of any rows, in that order."""
         if self._opened[0] != os.getpid():  # an HDF5 file is not shared with a forked process
             with self._reading():
-                self._opened = os.getpid(), self._open()
+                self._opened = os.getpid(), self._open()[0]
         return [ImageFile(None, None, f"row {row} of {self._path}", np.asarray(self._opened[1][row])) for row in rows]
 
     def _content(self) -> Any:
@@ -114,52 +118,26 @@ class ArrayImages:
                 problem = "it is no file of arrays, or its arrays hold objects instead of numbers"
             raise UserError(f"cannot read {self._path}: {problem}\nmake the file again") from error
 
-    def _open(self) -> Any:
+    def _open(self) -> tuple[Any, Any]:
+        """The images; and what else the file holds, by name."""
         content = self._content()
         if isinstance(content, np.ndarray):
-            return content
+            return content, {}
         lone = next(iter(content)) if len(content) == 1 and not self._asked else self._name
         found = content.get(lone)
         if not hasattr(found, "ndim"):  # a group of HDF5
             raise UserError(
                 f"{self._path} has no {self._name!r}; it has {', '.join(content)}\nset --image_column to the name of the images"
             )
-        return found
-
-    def _labels(self, requested: str | None) -> np.ndarray | None:
-        content, name = self._content(), requested or "labels"
-        if isinstance(content, np.ndarray) or name not in content:
-            if requested is not None:
-                raise UserError(f"{self._path} has no labels {requested!r}\nset another --label_column, or leave it out")
-            return None
-        return np.asarray(content[name])
+        return found, content
 
 
-def range_of(files: Any, options: DataOptions) -> Range:
-    """Returns the values of black and white of `files` (with `dtype`). Raises UserError where they are not known."""
-    known = _KNOWN_RANGES.get(str(files.dtype))
-    if options.data_range is None and known is None:
-        seen = np.stack([file.array for file in files.between(0, min(len(files), _LOOKED_AT)) if file.array is not None])
-        example = " (0 255 for bytes)" if seen.dtype.kind in "iu" and 1 < seen.max() <= 255 else ""
-        raise UserError(
-            f"{options.dataset_name} holds {files.dtype}, whose range is not known (the first {len(seen)} images have values "
-            f"from {np.nanmin(seen):g} to {np.nanmax(seen):g})\nset --data_range LOW HIGH{example}"
-        )
-    return checked_range(options.data_range) or known or (0.0, 1.0)
+def range_of(files: Any, shape: tuple[int, ...], options: DataOptions) -> Range:
+    """Returns the values of black and white of `files` (with `dtype`), images of `shape`, [H, W, C] or [H, W].
 
-
-def checked_range(data_range: list[float] | None) -> Range | None:
-    """Returns `--data_range` as (low, high). Raises UserError where it is none."""
-    if data_range is None:
-        return None
-    if len(data_range) != 2 or data_range[0] >= data_range[1]:
-        raise UserError(f"--data_range is {' '.join(map(str, data_range))}\nset two numbers, the lower one first")
-    return data_range[0], data_range[1]
-
-
-def refuse_shape(shape: tuple[int, ...], options: DataOptions) -> None:
-    """Raises OtherChannels where images of `shape`, [H, W, C] or [H, W], have other channels than the options say."""
-    channels = 1 if len(shape) == 2 else shape[-1]
+    Raises OtherChannels where they have other channels than the options say, and UserError where the range is not known.
+    """
+    channels, known = 1 if len(shape) == 2 else shape[-1], _KNOWN_RANGES.get(str(files.dtype))
     if channels != options.image_channels:
         hint = f"set --image_channels {channels}"
         if len(shape) == 3 and shape[0] == options.image_channels:
@@ -168,3 +146,15 @@ def refuse_shape(shape: tuple[int, ...], options: DataOptions) -> None:
             f"the images of {options.dataset_name} are {list(shape)}, which is {channels} channels ([H, W, C]), and "
             f"--image_channels is {options.image_channels}\n{hint}"
         )
+    if given := options.data_range:
+        if len(given) != 2 or given[0] >= given[1]:
+            raise UserError(f"--data_range is {' '.join(map(str, given))}\nset two numbers, the lower one first")
+        return given[0], given[1]
+    if known is None:
+        seen = np.stack([file.array for file in files.between(0, min(len(files), _LOOKED_AT)) if file.array is not None])
+        example = " (0 255 for bytes)" if seen.dtype.kind in "iu" and 1 < seen.max() <= 255 else ""
+        raise UserError(
+            f"{options.dataset_name} holds {files.dtype}, whose range is not known (the first {len(seen)} images have values "
+            f"from {np.nanmin(seen):g} to {np.nanmax(seen):g})\nset --data_range LOW HIGH{example}"
+        )
+    return known

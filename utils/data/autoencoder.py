@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,15 +161,7 @@ def load_autoencoder(name: str, image_shape: tuple[int, int, int]) -> Autoencode
 
     Raises UserError where there is none, it is of another class, or the images do not fit it.
     """
-    try:
-        subfolder, config = _found(name)
-    except Exception as error:  # missing, unreachable or damaged: each library raises its own kind
-        raise UserError(f"cannot load --vae {name}: {told(error, name, 'model')}") from error
-    if config.get("_class_name") not in CLASSES:
-        raise UserError(
-            f"--vae {name} is of the class {config.get('_class_name')}, which is not supported\nuse one of {', '.join(CLASSES)}"
-        )
-    factor, channels, wanted = _sizes(name, config)
+    subfolder, config, factor, channels, wanted = _looked_at(f"--vae {name}", name, _found)
     if image_shape[0] != wanted:
         raise UserError(
             f"--vae {name} is for images of {wanted} channels, and --image_channels is {image_shape[0]}\n"
@@ -187,22 +179,15 @@ def load_autoencoder(name: str, image_shape: tuple[int, int, int]) -> Autoencode
 
 def autoencoder_of(pipeline: str, latent_shape: tuple[int, int, int], scale: Scale) -> Autoencoder:
     """That of a pipeline that makes latents of this shape. Raises UserError where it cannot be loaded or does not fit."""
-    try:
-        config = dict(AutoencoderKL.load_config(pipeline, subfolder="vae"))
-    except Exception as error:
-        raise UserError(f"cannot load the autoencoder of {pipeline}: {told(error, pipeline, 'model')}") from error
-    if config.get("_class_name") not in CLASSES:
-        raise UserError(
-            f"the autoencoder of {pipeline} is of the class {config.get('_class_name')}, which is not supported\n"
-            f"use a pipeline with one of {', '.join(CLASSES)}"
-        )
-    factor, channels, image_channels = _sizes(pipeline, config)
+    subfolder, config, factor, channels, image_channels = _looked_at(
+        f"the autoencoder of {pipeline}", pipeline, lambda name: ("vae", AutoencoderKL.load_config(name, subfolder="vae"))
+    )
     if channels != latent_shape[0]:
         raise UserError(
             f"the autoencoder of {pipeline} has {channels} channels, and its unet has {latent_shape[0]}\nuse another pipeline"
         )
     image_shape = (image_channels, latent_shape[1] * factor, latent_shape[2] * factor)
-    autoencoder = _loaded(pipeline, "vae", config, image_shape, (factor, channels))
+    autoencoder = _loaded(pipeline, subfolder, config, image_shape, (factor, channels))
     autoencoder.scale = scale
     return autoencoder
 
@@ -228,8 +213,17 @@ def _found(name: str) -> tuple[str, dict]:
         return "vae", AutoencoderKL.load_config(name, subfolder="vae")
 
 
-def _sizes(name: str, config: dict) -> tuple[int, int, int]:
-    """(pixels along a side of a latent pixel, channels of latents, channels of images), by a pass that computes nothing."""
+def _looked_at(what: str, name: str, find: Callable[[str], tuple[str, dict]]) -> tuple[str, dict, int, int, int]:
+    """What `find` gives, and, by a pass that computes nothing: pixels along a side of a latent pixel, channels of latents, and
+    channels of images. `what` is what errors call it."""
+    try:
+        subfolder, config = find(name)
+    except Exception as error:  # missing, unreachable or damaged: each library raises its own kind
+        raise UserError(f"cannot load {what}: {told(error, name, 'model')}") from error
+    if config.get("_class_name") not in CLASSES:
+        raise UserError(
+            f"{what} is of the class {config.get('_class_name')}, which is not supported\nuse one of {', '.join(CLASSES)}"
+        )
     try:
         with torch.device("meta"):
             network = CLASSES[config["_class_name"]].from_config(config)
@@ -239,4 +233,4 @@ def _sizes(name: str, config: dict) -> tuple[int, int, int]:
         raise UserError(
             f"the autoencoder of {name} cannot be built: {in_full(error)}\ncheck its config.json, or use another one"
         ) from error
-    return PROBED // latents.shape[-1], latents.shape[-3], image_shape[0]
+    return subfolder, config, PROBED // latents.shape[-1], latents.shape[-3], image_shape[0]

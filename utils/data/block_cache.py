@@ -8,7 +8,6 @@ removed while it is read stays until it is closed, and is made again when it is 
 
 import contextlib
 import json
-import math
 import mmap
 import os
 import sys
@@ -101,17 +100,15 @@ class BlockCache:
         and what `make` raises."""
         start = time.monotonic()
         path = self._path(block)
-        while True:
-            with contextlib.suppress(*_DAMAGED):
-                stored = StoredBlock(path)
-                with contextlib.suppress(OSError):  # removed meanwhile
-                    os.utime(path)
-                if (waited := time.monotonic() - start) > _SLOW:
-                    self.say(f"waited {waited:.0f} s for the shard {shard}")
-                return stored
+        while (stored := self._stored(path)) is None:
             with self._lock(block):
-                if not self._whole(path):
+                if self._stored(path) is None:
                     self._write(path, make())
+        with contextlib.suppress(OSError):  # removed meanwhile
+            os.utime(path)
+        if (waited := time.monotonic() - start) > _SLOW:
+            self.say(f"waited {waited:.0f} s for the shard {shard}")
+        return stored
 
     def make_if_free(self, block: int, make: Make) -> None:
         """Makes a block unless it is there or another process makes it now. Raises as `open` does."""
@@ -139,12 +136,10 @@ class BlockCache:
     def _lock(self, block: int, timeout: float = -1) -> Any:
         return FileLock(self.root / BLOCK_LOCKS / f"{(int(self.folder.name, 16) + block) % _LOCKS}.lock", timeout=timeout)
 
-    def _whole(self, path: Path) -> bool:
-        try:
-            StoredBlock(path)
-            return True
-        except _DAMAGED:
-            return False
+    def _stored(self, path: Path) -> StoredBlock | None:
+        with contextlib.suppress(*_DAMAGED):
+            return StoredBlock(path)
+        return None
 
     def _write(self, path: Path, files: list[ImageFile]) -> None:
         sizes, bad = np.empty((len(files), 2), np.int32), {}
@@ -197,8 +192,3 @@ class BlockCache:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
                 total -= size
-
-
-def bytes_of(count: int, prepare: ImagePreparation) -> int:
-    """Returns the bytes that `count` prepared images take, at least."""
-    return count * math.prod(prepare.blank().shape) * prepare.blank().dtype.itemsize

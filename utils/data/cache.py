@@ -12,28 +12,31 @@ process pack while the others wait. While packing, memory holds a few MB per cor
 
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import json
 import mmap
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
+from filelock import FileLock
 
 from utils.core.errors import UserError
+from utils.core.launcher import PR_SET_PDEATHSIG
 from utils.core.processors import usable_cores
 from utils.core.signals import signals_held
 from utils.core.size import Size
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
-from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
+from utils.data.decode import ImageFile, ImagePreparation, cut
 from utils.data.stored_files import is_remote
 
 PACKING_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
@@ -46,7 +49,6 @@ _REMOTE_WORKERS = 16  # threads that wait for a network
 
 ReadFiles = Callable[[int, int], list[ImageFile]]  # start, stop -> the files of rows [start, stop)
 Progress = Callable[[int, int], None]  # of (done, total)
-T = TypeVar("T")
 
 
 class MappedArray:
@@ -111,17 +113,13 @@ class PackedImages:
         return self.length
 
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray:
-        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `crop_offsets`."""
+        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `cut`."""
         if self.uniform:
             batch = self.pixels.array[rows]
         else:
-            sizes = self.sizes.array[rows]
-            tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.size, crop)
-            batch = np.empty((len(rows), self.channels, *self.size), self.pixels.dtype)
-            for image, start, (height, width), top, left in zip(batch, self.offsets.array[rows], sizes, tops, lefts):
-                whole = self.pixels.array[start : start + self.channels * int(height) * int(width)]
-                whole = whole.reshape(self.channels, height, width)
-                image[:] = whole[:, top : top + self.size.height, left : left + self.size.width]
+            places = zip(self.offsets.array[rows].tolist(), self.sizes.array[rows].tolist())
+            whole = [(self.pixels.array[start : start + self.channels * h * w], h, w) for start, (h, w) in places]
+            batch = cut([values.reshape(self.channels, h, w) for values, h, w in whole], self.size, crop)
         self.pixels.forget_pages()
         return batch
 
@@ -147,43 +145,28 @@ def pack_once(
     Raises:
         UserError: an image that cannot be decoded, or more than may be; a disk that is full or not writable.
     """
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return PackedImages(folder, max_bad_images)
     try:
-        return made_once(
-            folder,
-            lambda made: PackedImages(made, max_bad_images),
-            lambda draft: _write(draft, count, read_files, prepare, progress, max_bad_images),
-        )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                return PackedImages(folder, max_bad_images)  # another process made it while this one waited
+            unfinished = folder.with_name(f"{folder.name}.tmp")  # ours alone under the lock; a killed packer may have left it
+            for leftover in (unfinished, folder):
+                shutil.rmtree(leftover, ignore_errors=True)
+            try:
+                unfinished.mkdir()
+                _write(unfinished, count, read_files, prepare, progress, max_bad_images)
+                os.rename(unfinished, folder)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            return PackedImages(folder, max_bad_images)
     except OSError as error:
         raise UserError(
             f"cannot write the packed images {folder}: {error.strerror or error}\n"
             "choose another disk with --cache_dir, or set --cache_images no (then each image is decoded when it is needed)"
         ) from error
-
-
-def made_once(folder: Path, opened: Callable[[Path], T], write: Callable[[Path], None]) -> T:
-    """What `opened` makes of `folder`, whose files `write` makes first where they are missing or damaged.
-
-    `write` gets another folder, which is renamed once all is there. `opened` says by OSError, ValueError or KeyError that
-    something is missing. One process writes while the others wait. Raises OSError where the disk does not take it.
-    """
-    from filelock import FileLock
-
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return opened(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            return opened(folder)  # another process made it while this one waited
-        unfinished = folder.with_name(f"{folder.name}.tmp")  # ours alone under the lock; a killed packer may have left it
-        for leftover in (unfinished, folder):
-            shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            unfinished.mkdir()
-            write(unfinished)
-            os.rename(unfinished, folder)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        return opened(folder)
 
 
 def free_for(folder: Path, needed: int) -> None:
@@ -295,26 +278,15 @@ def _chunks(count: int, read_files: ReadFiles, prepare: ImagePreparation, first:
         files = read_files(start, min(start + rows, count)) if start < count else []
 
 
-@contextlib.contextmanager
-def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
+def _processes(workers: int) -> ProcessPoolExecutor:
     """Processes that end with this one, however it ends: what they inherit includes the lock on the cache."""
-    reading, writing = os.pipe()
-    context = multiprocessing.get_context("fork")
-    try:
-        with ProcessPoolExecutor(workers, context, _end_with_parent, (reading, writing)) as pool:
-            with signals_held():  # which launchers send to the whole process group: this process decides when to stop
-                pool.submit(os.getpid).result()  # starts them all
-            yield pool
-    finally:
-        os.close(reading)
-        os.close(writing)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _end_with_parent, (os.getpid(),))
+    with signals_held():  # which launchers send to the whole process group: this process decides when to stop
+        pool.submit(os.getpid).result()  # starts them all
+    return pool
 
 
-def _end_with_parent(reading: int, writing: int) -> None:
-    os.close(writing)
-
-    def wait() -> None:
-        os.read(reading, 1)  # nothing is ever written: this returns when the last writer, the parent, is gone
+def _end_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
         os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()

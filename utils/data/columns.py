@@ -1,12 +1,12 @@
 """The columns of a `datasets.Dataset`, in words, and its labels."""
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from utils.core.errors import UserError
-from utils.data.cells import number_type
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -107,6 +107,17 @@ def _about(labels: np.ndarray, class_names: list[str] | None, name: str, feature
             f"warning: {classes:,} classes for {len(labels) - without:,} images: few can be learned of so few images each"
         )
     return notes
+
+
+def number_type(feature: object) -> str | None:
+    """The type of the numbers in lists, lists of lists and so on; None for other features."""
+    import datasets
+
+    depth = 0
+    while isinstance(feature, (datasets.List, datasets.LargeList)):
+        feature, depth = feature.feature, depth + 1
+    dtype = feature.dtype if depth and isinstance(feature, datasets.Value) else ""
+    return dtype if re.fullmatch(r"u?int\d+|float\d+|bool", dtype) else None
 
 
 def is_number(feature: object) -> bool:

@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -17,19 +16,19 @@ import torch
 
 from utils.core.errors import UserError
 from utils.core.size import Size, read_bytes
-from utils.data.arrays import ArrayImages, is_array_file, range_of, refuse_shape
+from utils.data.arrays import ArrayImages, is_array_file, range_of
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
-from utils.data.block_cache import BlockCache, bytes_of
+from utils.data.block_cache import BlockCache
 from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
 from utils.data.color_modes import background_color
 from utils.data.columns import find_labels
-from utils.data.decode import ImagePreparation, Range, crop_offsets, describe_remarks, size_from_header
+from utils.data.decode import ImagePreparation, Range, cut, describe_remarks, header_of
 from utils.data.image_column import EncodedImages, find_image_column
 from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used, size_of
 from utils.data.shards import patiently
 from utils.data.sources import contents_key, open_dataset
 from utils.data.stored_files import forget_archives, is_address
-from utils.data.stream import BlockReader, StreamedImages, describe, empty_table, first_cell, index_shards, refuse_column
+from utils.data.stream import BlockReader, StreamedImages, open_shards
 from utils.options.flags import DataOptions
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class DecodedImages:
         return len(self.files)
 
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray | None:
-        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
+        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `cut`.
 
         None when some of them cannot be decoded: `bad_images` has them now.
 
@@ -68,10 +67,7 @@ class DecodedImages:
         if met:
             self.bad_images.learn(met)
             return None
-        sizes = np.array([pixels.shape[1:] for pixels in whole])
-        height, width = self.prepare.size
-        tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.prepare.size, crop)
-        return np.stack([pixels[:, top : top + height, left : left + width] for pixels, top, left in zip(whole, tops, lefts)])
+        return cut(whole, self.prepare.size, crop)
 
 
 @dataclass(eq=False)
@@ -173,7 +169,9 @@ class ImageSet:
             there is no image in the set that can be.
         """
         indices = np.asarray(indices, dtype=np.int64)
-        if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
+        if not len(indices):
+            return np.empty((0, *self.shape), np.uint8 if self.max_value == 255 else np.uint16)
+        if not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(f"indices must lie in [0, {len(self)}), got {indices.min()} to {indices.max()}")
         while (pixels := self.store.fetch(self._rows(self.shown(indices)), crop)) is None:
             pass  # the store met images that it had not known to be bad; now others take their places
@@ -224,8 +222,8 @@ class ImageSet:
         for row in self._rows(np.asarray(indices, dtype=np.int64)).tolist():
             (file,) = self.files.at([row])  # one at a time, because photographs are large
             read += len(file.data or b"")
-            if (size := size_from_header(file)) is not None:
-                sizes.append(size)
+            if (header := header_of(file)) is not None:
+                sizes.append(header[1:])
             if read >= max_bytes:
                 break
         return np.array(sizes, np.int64).reshape(-1, 2)
@@ -275,8 +273,10 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     files, notes = source.files, [*source.notes]
     if options.dataset_name is not None and options.train_data_dir is not None:
         notes.append("train_data_dir is ignored because dataset_name is given")
-    if source.data_range is None:
-        refuse_channels(options)
+    if source.data_range is None and options.image_channels > 4:
+        raise UserError(f"--image_channels is {options.image_channels}, and image files have 1 to 4 channels\nset 1, 2, 3 or 4")
+    if source.data_range is None and options.image_channels in (2, 4) and options.preserve_input_precision:
+        raise UserError("image files with alpha are read at 8 bits\nleave out --preserve_input_precision")
     max_value = 65535 if options.preserve_input_precision else 255
     made_as = (size, options.image_channels, options.center_crop, options.background, max_value, source.data_range)
     prepare = ImagePreparation(*made_as)
@@ -292,7 +292,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
         cache = BlockCache(cache_folder(options.cache_dir) / STREAMED_BLOCKS, fingerprint, prepare, limit)
         store: PackedImages | DecodedImages | StreamedImages = StreamedImages(cache, files, prepare, allowed)
         in_use = mark_used(cache.folder, about | {"images": f"{len(files):,} images, streamed"})
-        notes.append(f"streamed: {describe(files.blocks)}, shuffled in windows of {options.shuffle_window:,} images")
+        notes.append(f"streamed: {files}, shuffled in windows of {options.shuffle_window:,} images")
         notes.append(f"decoded blocks: at most {options.cache_limit} with those of other runs, in {cache.folder}")
     elif options.cache_images == "yes":
         folder = cache_folder(options.cache_dir) / fingerprint
@@ -335,19 +335,15 @@ class _Source:
 
 
 def _open_stream(options: DataOptions, progress: Callable[[int, int], None] | None) -> _Source:
-    found = index_shards(options, cache_folder(options.cache_dir) / "streams" / "index", progress)
-    columns, notes = find_image_column(empty_table(found), options.image_column, partial(first_cell, found))
-    refuse_column(found, columns[0])
-    files = BlockReader(found, columns)
-    key = " ".join(filter(None, (found.key, files.files_key())))
-    about = (key, str(options.dataset_name), ", ".join(columns), [*notes, *found.notes])
-    first = patiently(lambda: files.images(0), files.address(0))
-    return _Source(files, found.labels, found.class_names, *about, data_range=_range_of(first, options))
+    files, (labels, class_names, notes) = open_shards(options, cache_folder(options.cache_dir) / "streams" / "index", progress)
+    about = (files.key(), str(options.dataset_name), ", ".join(files.columns), notes)
+    first = patiently(lambda: files.images(0), files.shard(0).address)
+    return _Source(files, labels, class_names, *about, data_range=_range_of(first, options))
 
 
 def _cache_limit(options: DataOptions, images: int, prepare: ImagePreparation) -> int:
     """Returns the bytes that --cache_limit names. Raises UserError where two windows of a stream are larger."""
-    limit, needed = read_bytes(options.cache_limit), bytes_of(2 * min(options.shuffle_window, images), prepare)
+    limit, needed = read_bytes(options.cache_limit), 2 * min(options.shuffle_window, images) * prepare.blank().nbytes
     if needed > limit:
         raise UserError(
             f"--cache_limit {options.cache_limit} is too small: two windows of --shuffle_window take {describe_size(needed)}\n"
@@ -376,8 +372,7 @@ def _open_table(options: DataOptions) -> _Source:
 def _range_of(files: EncodedImages, options: DataOptions) -> Range | None:
     """The values of black and white where the images are arrays. Raises UserError where they do not fit the options."""
     if files.shape is not None:
-        refuse_shape(files.shape, options)
-        return range_of(files, options)
+        return range_of(files, files.shape, options)
     if options.data_range is not None:
         raise UserError("--data_range is for arrays, and these are image files\nleave out --data_range")
     return None
@@ -385,33 +380,16 @@ def _range_of(files: EncodedImages, options: DataOptions) -> Range | None:
 
 def _open_arrays(options: DataOptions) -> _Source:
     files, name = ArrayImages(options), str(options.dataset_name)
-    refuse_shape(files.shape[1:], options)
     names = f"{options.image_column or 'images'}, {options.label_column or 'labels'}"
-    no_notes: list[str] = []
-    about = (contents_key([Path(name)], ""), name, names, no_notes)
-    return _Source(files, files.labels, files.class_names, *about, data_range=range_of(files, options))
-
-
-def refuse_channels(options: DataOptions) -> None:
-    """Raises UserError for channels that image files cannot have."""
-    if options.image_channels > 4:
-        raise UserError(f"--image_channels is {options.image_channels}, and image files have 1 to 4 channels\nset 1, 2, 3 or 4")
-    if options.image_channels in (2, 4) and options.preserve_input_precision:
-        raise UserError("image files with alpha are read at 8 bits\nleave out --preserve_input_precision")
-
-
-def cache_root(cache_dir: str | None) -> Path:
-    """`cache_dir`, or that of Hugging Face's datasets: packed images and what is computed of them go below it."""
-    if cache_dir is not None:
-        return Path(cache_dir)
-    import datasets
-
-    return Path(datasets.config.HF_DATASETS_CACHE)
+    about = (files.labels, files.class_names, contents_key([Path(name)], ""), name, names)
+    return _Source(files, *about, [], data_range=range_of(files, files.shape[1:], options))
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """Returns the folder of the packed images."""
-    return cache_root(cache_dir) / "steady_diffusion"
+    """Returns the folder of packed images and what is computed of them, in `cache_dir` or that of Hugging Face's datasets."""
+    import datasets
+
+    return Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "steady_diffusion"
 
 
 def content_fingerprint(images: ImageSet, sample: int = 64) -> str:

@@ -11,7 +11,7 @@ import errno
 import functools
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +192,7 @@ class ImagePreparation:
     def _cut(self, pixels: np.ndarray) -> np.ndarray:
         """At the center where that is asked for."""
         if self.center_crop and pixels.shape[1:] != self.size:
-            (top,), (left,) = crop_offsets(np.array([pixels.shape[1]]), np.array([pixels.shape[2]]), self.size, None)
-            pixels = pixels[:, top : top + self.size.height, left : left + self.size.width]
+            return cut([pixels], self.size, None)[0]
         return np.ascontiguousarray(pixels)
 
 
@@ -286,12 +285,6 @@ def header_of(file: ImageFile) -> tuple[str, int, int] | None:
         return None
 
 
-def size_from_header(file: ImageFile) -> tuple[int, int] | None:
-    """Returns height and width of `header_of`."""
-    header = header_of(file)
-    return header and header[1:]
-
-
 def resized_size(height: int, width: int, size: Size) -> tuple[int, int]:
     """Returns height and width of an image that just covers `size`; for a square as torchvision's `Resize(side)` has them."""
     if height * size.width <= width * size.height:
@@ -299,17 +292,17 @@ def resized_size(height: int, width: int, size: Size) -> tuple[int, int]:
     return int(size.width * height / width), size.width
 
 
-def crop_offsets(heights: np.ndarray, widths: np.ndarray, size: Size, crop: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Top and left [batch] of a crop of `size` from images of the given sizes [batch].
+def cut(images: Sequence[np.ndarray], size: Size, crop: np.ndarray | None) -> np.ndarray:
+    """[batch, channels, *size] of images [channels, height, width] that just cover `size`.
 
-    `crop` [batch, 2] in [0, 1) chooses uniformly among all positions; None takes the center, rounded as torchvision
+    `crop` [batch, 2] in [0, 1) chooses uniformly among all positions (top, left); None takes the center, rounded as torchvision
     does.
     """
-    room = np.stack([heights, widths], axis=1).astype(np.int64) - np.array(size)
+    room = np.array([image.shape[1:] for image in images], np.int64) - np.array(size)
     # Half to even, like torchvision's Python round. In float32, u * (room + 1) could round up to room + 1.
     offsets = np.rint(room / 2) if crop is None else np.floor(np.asarray(crop, np.float64) * (room + 1))
-    top, left = offsets.astype(np.int64).T
-    return top, left
+    places = offsets.astype(np.int64).tolist()
+    return np.stack([i[:, top : top + size.height, left : left + size.width] for i, (top, left) in zip(images, places)])
 
 
 def describe_remarks(counts: dict[str, int]) -> list[str]:

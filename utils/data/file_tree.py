@@ -2,16 +2,35 @@
 
 Links to folders are followed, unless they lead back. An archive in a folder counts as a folder of its name. Names that begin
 with `.`, and folders that begin with `__`, are hidden.
+
+Beside the images of a folder stand metadata.csv, .jsonl or .parquet with a column `file_name`, or the dataset.json of NVlabs'
+tools, which has classes. They mean files by their names. A name that no file has is taken for the one file whose path is alike,
+whatever the case, the suffix and the form of its letters, or alike after the same folders for all; else the file counts as one
+that cannot be decoded.
 """
 
+import codecs
 import hashlib
+import io
+import json
 import os
 import posixpath
-from collections import Counter
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
 
-from utils.core.errors import UserError
+from utils.core.errors import UserError, one_line
 from utils.data.decode import image_suffixes
-from utils.data.stored_files import ARCHIVES, forget_archives, list_archive
+from utils.data.image_column import shortened
+from utils.data.stored_files import ARCHIVES, forget_archives, is_address, list_archive, read_address
+
+_NAMES = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.parquet")
+_CLASSES = "dataset.json"  # {"labels": [["00000/img00000000.png", 6], ...]}
+ABOUT_IMAGES = {"metadata", "dataset"}  # stems of such files
+MARKS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}  # between the columns
+ENCODINGS = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252"}
 
 
 def suffix_of(name: str) -> str:
@@ -118,3 +137,218 @@ def scan(source: str) -> FileTree:
             f"--train_data_dir {source} is neither a folder of images nor a {kinds} file of images\nunpack it, or give a folder"
         )
     return tree
+
+
+class FolderTable:
+    """The rows that the metadata of `tree` have.
+
+    Attributes:
+        table: `pyarrow.Table`, with `file_name` relative to the root; None where there is no metadata.
+        paths: of each row, what reads its file, or where it should be.
+        files: names of the metadata's own files.
+        notes: what a user should know of how they were read.
+
+    Raises:
+        UserError: metadata that cannot be used. `source` is what it calls the folder.
+    """
+
+    def __init__(self, tree: FileTree, source: str):
+        self._tree = tree
+        self.table: Any = None
+        self.paths: list[str] = []
+        self.files: list[str] = []
+        self.notes: list[str] = []
+        tables = self._tables()
+        if not tables:
+            return
+        import pyarrow as pa
+
+        try:
+            self.table = pa.concat_tables(tables, promote_options="permissive")
+        except pa.ArrowException as error:
+            raise UserError(
+                f"the metadata files in {source} have columns of different types: {one_line(error)}\n"
+                "give equal columns equal types"
+            ) from error
+        names = self._resolved(self.table["file_name"].to_pylist())
+        place = self.table.column_names.index("file_name")
+        self.table = self.table.set_column(place, "file_name", pa.array(names, pa.string()))
+
+    def _tables(self) -> list[Any]:
+        import pyarrow as pa
+
+        tables, paths = [], sorted(self._tree.paths)
+        found = [name for name in paths if posixpath.basename(name).lower() in _NAMES]
+        named = [name for name in paths if posixpath.basename(name) == _CLASSES and not found]
+        classes = {name: pairs for name in named if (pairs := self._labels(name))}
+        for name in found or classes:
+            path = self._tree.paths[name]
+            try:
+                table = self._read(name, path, classes)
+                if "file_name" not in table.column_names:
+                    table = table.rename_columns([_usual(column) for column in table.column_names])
+                files = table["file_name"].to_pylist()
+            except KeyError:
+                raise UserError(
+                    f"{path} has no column file_name\n"
+                    f"name the column of the files file_name; its columns: {', '.join(table.column_names)}"
+                ) from None
+            except Exception as error:  # pyarrow has many
+                raise UserError(f"cannot read {path}: {one_line(error)}\nrepair or remove this file") from error
+            # Paths that begin at the root, here or on another machine, have other folders before those of the files.
+            files = [None if file is None else str(file).replace("\\", "/").lstrip("/") for file in files]
+            for row, file in enumerate(files):
+                if not file or is_address(file) or posixpath.normpath(file).startswith(".."):
+                    shown = file and shortened(file)
+                    raise UserError(
+                        f"{path}, row {row}: file_name is {shown!r}, which is not a file in the same folder\n"
+                        "use paths relative to that folder"
+                    )
+            files = [posixpath.normpath(file) for file in files if file]
+            self.paths += [_sibling(path, file) for file in files]
+            self.files.append(name)
+            files = [posixpath.join(posixpath.dirname(name), file) for file in files]
+            tables.append(table.set_column(table.column_names.index("file_name"), "file_name", pa.array(files, pa.string())))
+        return tables
+
+    def _labels(self, name: str) -> list:
+        """[file name, class] of each image; none where the file is of another kind, or has no classes."""
+        try:
+            labels = json.loads(_bytes(self._tree.paths[name]))["labels"]
+            pairs = list(labels.items()) if isinstance(labels, dict) else list(labels or ())
+        except (ValueError, KeyError, TypeError):
+            return []
+        right = all(isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs)
+        return pairs if right and all(suffix_of(name) in image_suffixes() for name, _ in pairs) else []
+
+    def _read(self, name: str, path: str, classes: dict[str, list]) -> Any:
+        import pyarrow as pa
+        from pyarrow import json as lines
+        from pyarrow import parquet
+
+        if name in classes:
+            self.notes.append(f"the classes are those of {name}")
+            return pa.table(dict(zip(("file_name", "label"), map(list, zip(*classes[name])))))
+        data, suffix = _bytes(path), suffix_of(name)
+        if suffix == ".parquet":
+            return parquet.read_table(io.BytesIO(data))
+        if suffix == ".jsonl" and data.lstrip().startswith(b"["):  # an array, as pandas writes it
+            return pa.Table.from_pylist(json.loads(data))
+        if suffix == ".jsonl":
+            return lines.read_json(io.BytesIO(data), read_options=lines.ReadOptions(block_size=len(data) + 1))
+        return self._read_csv(name, data)
+
+    def _read_csv(self, name: str, data: bytes) -> Any:
+        import pyarrow as pa
+        from pyarrow import compute, csv
+
+        text, encoding = decoded_text(data)
+        text = re.sub(r"\Asep=.\r?\n", "", text)  # by which a spreadsheet knows the mark
+        mark = mark_of(text.split("\n", 1)[0])
+        if encoding or mark != ",":
+            how = f"as {ENCODINGS[encoding]} " if encoding else ""
+            self.notes.append(f"{name} was read {how}with {MARKS[mark]} between the columns")
+        options = csv.ParseOptions(delimiter=mark, newlines_in_values=True)
+        names = [word for word in re.split(rf"[{re.escape(mark)}\r\n]", text.split("\n", 1)[0]) if _usual(word) == "file_name"]
+        types = csv.ConvertOptions(column_types=dict.fromkeys((word.strip('"') for word in names), pa.string()))  # 0001
+        table = csv.read_csv(io.BytesIO(text.encode()), parse_options=options, convert_options=types)
+        for place, column in enumerate(table.columns):
+            if str(column.type) == "string":  # an empty cell is none
+                filled = compute.if_else(compute.equal(column, ""), None, column)
+                table = table.set_column(place, table.column_names[place], filled)
+        return table
+
+    def _resolved(self, names: list[str]) -> list[str]:
+        """Those of the files that are meant; `paths` follows."""
+        exact = set(names) & self._tree.paths.keys()
+        unknown = [name for name in dict.fromkeys(names) if name not in exact]
+        images = [image for image in self._tree.images() if image not in exact]
+        folders = [posixpath.dirname(name) for name in (*unknown, *images)]
+        above = f"{posixpath.commonpath(folders)}/".lstrip("/") if unknown else ""  # stands before all of them
+        meant = _meant([name.removeprefix(above) for name in unknown], [image.removeprefix(above) for image in images])
+        resolved = {above + name: above + image for name, image in meant.items()}
+        if resolved:
+            name, image = next(iter(resolved.items()))
+            shown = f"{name} means {image}" + ", ..." * (len(resolved) > 1)
+            self.notes.append(f"{len(resolved):,} in the metadata differ from the names of files: {shown}")
+        self.paths = [self._tree.paths.get(resolved.get(name, name), path) for name, path in zip(names, self.paths)]
+        return [resolved.get(name, name) for name in names]
+
+
+def decoded_text(data: bytes) -> tuple[str, str]:
+    """The text of a table, and its encoding where that is not UTF-8."""
+    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ""
+    if not encoding and b"\0" in data[:2]:  # without a mark of the order of bytes
+        encoding = "utf-16-be" if data[:1] == b"\0" else "utf-16-le"
+    try:
+        return data.decode(encoding or "utf-8-sig"), encoding
+    except UnicodeDecodeError:
+        return data.decode("cp1252", errors="replace"), "cp1252"
+
+
+def mark_of(header: str) -> str:
+    """What stands between the columns of a table: of those in its first line, outside quotes, the most frequent one."""
+    plain = re.sub(r'"[^"]*"', "", header)
+    return max(MARKS, key=plain.count)
+
+
+def _usual(column: str) -> str:
+    """The name of a column without spaces around it, and file_name however it is written."""
+    name = column.strip(' "\r')
+    return "file_name" if re.sub(r"[\W_]", "", name).lower() == "filename" else name
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """The folders of a name and its stem, in one form of their letters."""
+    return tuple(unicodedata.normalize("NFC", posixpath.splitext(name)[0]).casefold().split("/"))
+
+
+def _meant(names: list[str], images: list[str]) -> dict[str, str]:
+    """Name -> the one image whose path is the same but for case, suffix and the form of its letters, or the same after the
+    folders that stand before all of them, or before none. A file that two names could mean is meant by none."""
+    whole: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    ends: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for image in images:
+        parts = _parts(image)
+        whole[parts].append(image)
+        for start in range(1, len(parts)):
+            ends[parts[start:]].append(image)
+    alike: dict[str, str] = {}
+    moved: dict[str, str] = {}
+    folders = set()  # that stand before the file's path, or before the name
+    for name in names:
+        own = _parts(name)
+        others = [*ends.get(own, ()), *(image for start in range(1, len(own)) for image in whole.get(own[start:], ()))]
+        if (same := _alike(name, whole.get(own, []))) is not None:
+            alike[name] = same
+        elif others:
+            for path in map(_parts, others):
+                more = len(path) - len(own)
+                folders.add((more > 0, path[:more] if more > 0 else own[:-more]))
+            if (other := _alike(name, others)) is not None:
+                moved[name] = other
+    found = alike | (moved if len(folders) == 1 else {})
+    times = Counter(found.values())
+    return {name: image for name, image in found.items() if times[image] == 1}
+
+
+def _alike(name: str, images: list[str]) -> str | None:
+    """The only one; of several the only one with the same suffix, or else in the same case, too."""
+    for form in (str.casefold, str):
+        if len(images) > 1:
+            end = form(posixpath.basename(unicodedata.normalize("NFC", name)))
+            images = [one for one in images if form(posixpath.basename(unicodedata.normalize("NFC", one))) == end] or images
+    return images[0] if len(images) == 1 else None
+
+
+def _bytes(path: str) -> bytes:
+    return read_address(path) if is_address(path) else Path(path).read_bytes()
+
+
+def _sibling(path: str, name: str) -> str:
+    """What reads the file `name` beside the file that `path` reads."""
+    if not is_address(path):
+        return os.path.join(os.path.dirname(path), name)
+    kind, _, rest = path.partition("://")
+    member, _, archive = rest.rpartition("::")
+    return f"{kind}://{posixpath.join(posixpath.dirname(member), name)}::{archive}"

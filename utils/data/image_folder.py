@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.core.errors import UserError
 from utils.data.decode import image_suffixes
-from utils.data.file_tree import FileTree, suffix_of
-from utils.data.folder_table import FolderTable
+from utils.data.file_tree import FileTree, FolderTable, suffix_of
 
 if TYPE_CHECKING:
     import datasets
@@ -152,7 +151,8 @@ class ImageFolder:
         import pyarrow as pa
 
         try:
-            paths = pa.array([self._path(name, row) for row, name in rows], pa.string())
+            found = [self._tree.paths[name] if self._metadata is None else self._beside.paths[row] for row, name in rows]
+            paths = pa.array(found, pa.string())
         except UnicodeEncodeError as error:
             raise UserError(f"{self._source}: the file name {error.object!r} is not UTF-8\nrename this file") from None
         image = pa.StructArray.from_arrays([pa.nulls(len(rows), pa.binary()), paths], ["bytes", "path"])
@@ -168,9 +168,6 @@ class ImageFolder:
             features |= datasets.Features.from_arrow_schema(chosen.schema)
         table = datasets.table.InMemoryTable(pa.table(columns))
         return datasets.Dataset(table.cast(features.arrow_schema), info=datasets.DatasetInfo(features=features))
-
-    def _path(self, name: str, row: int) -> str:
-        return self._tree.paths[name] if self._metadata is None else self._beside.paths[row]
 
     def _describe(self, found: dict[str, int], used: set[str], shown: set[str]) -> list[str]:
         """What is used, and what is left out and why."""

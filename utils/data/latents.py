@@ -121,11 +121,8 @@ def pack_latents(
             f"cannot write the latents {folder}: {error.strerror or error}\nchoose another disk with --cache_dir"
         ) from error
     images.bad_images.learn(latents.bad_images)
-    about = {
-        "data": f"{images.source}",
-        "images": f"latents of {len(images):,} images",
-        "options": f"mirror images: {'yes' if mirrors else 'no'}",
-    }
+    mirrored = f"mirror images: {'yes' if mirrors else 'no'}"
+    about = {"data": images.source, "images": f"latents of {len(images):,} images", "options": mirrored}
     latents.in_use = mark_used(folder, about)
     images.notes.append(f"latents: {describe_size(size_of(folder))} in {folder}")
     return latents
@@ -149,48 +146,46 @@ def _locked(path: Path, how: int) -> Iterator[IO | None]:
             yield file
 
 
+@dataclasses.dataclass
 class _Encoding:
     """One process's share in the encoding of `images` into `folder`; see the top of the file."""
 
-    def __init__(
-        self,
-        folder: Path,
-        images: ImageSet,
-        autoencoder: Autoencoder,
-        mirrors: bool,
-        device: torch.device,
-        progress: Progress | None,
-    ):
-        self._folder, self._draft = folder, folder.with_name(f"{folder.name}.tmp")
-        self._images, self._autoencoder, self._device = images, autoencoder, device
-        self._shape = (1 + mirrors, 1 + autoencoder.has_spread, *autoencoder.latent_shape)  # of an image
-        self._progress = progress or (lambda done, total: None)
-        batches = max(1, min(_MOST_BATCHES, len(images) // (_PARTS * autoencoder.at_once)))
-        self._size = batches * autoencoder.at_once  # images of a part
-        self._count = -(-len(images) // self._size)  # of parts
+    folder: Path
+    images: ImageSet
+    autoencoder: Autoencoder
+    mirrors: bool
+    device: torch.device
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        self._draft = self.folder.with_name(f"{self.folder.name}.tmp")
+        self._shape = (1 + self.mirrors, 1 + self.autoencoder.has_spread, *self.autoencoder.latent_shape)  # of an image
+        batches = max(1, min(_MOST_BATCHES, len(self.images) // (_PARTS * self.autoencoder.at_once)))
+        self._size = batches * self.autoencoder.at_once  # images of a part
+        self._count = -(-len(self.images) // self._size)  # of parts
 
     def finished(self) -> PackedLatents:
         """The latents, once all parts are there. The lock is shared by those who encode: it says that the draft is in use."""
-        self._folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = Path(f"{self._folder}.lock")
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = Path(f"{self.folder}.lock")
         with _locked(lock, fcntl.LOCK_SH):
-            if latents := _opened(self._folder):
+            if latents := _opened(self.folder):
                 return latents
             self._encode_parts()
         with _locked(lock, fcntl.LOCK_EX):  # all have left the draft
-            if _opened(self._folder) is None:
+            if _opened(self.folder) is None:
                 self._close()
-            return PackedLatents(self._folder)
+            return PackedLatents(self.folder)
 
     def _encode_parts(self) -> None:
         self._draft.mkdir(exist_ok=True)
-        size = 4 * len(self._images) * math.prod(self._shape)
+        size = 4 * len(self.images) * math.prod(self._shape)
         with open(self._draft / FILE, "ab") as file:
             if file.tell() != size:
                 free_for(self._draft, size)
                 file.truncate(size)
         left = list(range(self._count))
-        with open(self._draft / FILE, "r+b") as file, self._autoencoder.on(self._device):
+        with open(self._draft / FILE, "r+b") as file, self.autoencoder.on(self.device):
             while left:
                 for part in list(left):
                     with _locked(self._draft / f"{part}.part", fcntl.LOCK_EX | fcntl.LOCK_NB) as record:
@@ -203,7 +198,7 @@ class _Encoding:
                     time.sleep(_POLL_SECONDS)
 
     def _rows(self, part: int) -> range:
-        return range(part * self._size, min((part + 1) * self._size, len(self._images)))
+        return range(part * self._size, min((part + 1) * self._size, len(self.images)))
 
     def _is_done(self, part: int, record: IO, file: IO) -> bool:
         record.seek(0)
@@ -219,8 +214,8 @@ class _Encoding:
         record.truncate(0)
         rows, encoded = self._rows(part), []
         self._tell()
-        for start in rows[:: self._autoencoder.at_once]:
-            batch = np.arange(start, min(start + self._autoencoder.at_once, rows.stop))
+        for start in rows[:: self.autoencoder.at_once]:
+            batch = np.arange(start, min(start + self.autoencoder.at_once, rows.stop))
             encoded.append(self._encoded(batch))
             self._tell(int(batch[-1]) + 1 - rows.start)
         latents = torch.cat(encoded)
@@ -230,12 +225,12 @@ class _Encoding:
         file.flush()
         os.fsync(file.fileno())
         wide = latents[:, 0].double()
-        spread = wide[:, 1].square() if self._autoencoder.has_spread else torch.zeros_like(wide[:, 0])
+        spread = wide[:, 1].square() if self.autoencoder.has_spread else torch.zeros_like(wide[:, 0])
         found = {
             "checksum": zlib.crc32(values),
             "sum": wide[:, 0].sum((0, 2, 3)).tolist(),
             "square": (wide[:, 0].square() + spread).sum((0, 2, 3)).tolist(),
-            "bad_images": [dataclasses.asdict(bad) for bad in self._images.bad_images.values()],
+            "bad_images": [dataclasses.asdict(bad) for bad in self.images.bad_images.values()],
         }
         record.write(json.dumps(found))
         record.flush()
@@ -243,10 +238,10 @@ class _Encoding:
 
     def _encoded(self, rows: np.ndarray) -> torch.Tensor:
         """float32 [B, mirrors, parts, C, H, W], on the host."""
-        pixels = torch.from_numpy(self._images.fetch(rows, np.full((len(rows), 2), 0.5, np.float32)))
-        clean = to_unit_range(pixels.to(self._device), self._images.max_value)
+        pixels = torch.from_numpy(self.images.fetch(rows, np.full((len(rows), 2), 0.5, np.float32)))
+        clean = to_unit_range(pixels.to(self.device), self.images.max_value)
         turned = [clean, clean.flip(-1)][: self._shape[0]]
-        encoded = torch.stack([self._autoencoder.encode(each) for each in turned], 1)
+        encoded = torch.stack([self.autoencoder.encode(each) for each in turned], 1)
         if not encoded.isfinite().all():
             raise UserError(
                 f"the autoencoder gives values that are not finite, for an image of rows {rows[0]} to {rows[-1]}\n"
@@ -256,12 +251,13 @@ class _Encoding:
 
     def _tell(self, of_this_part: int = 0) -> None:
         done = [int(path.stem) for path in self._draft.glob("*.part") if path.stat().st_size]
-        self._progress(sum(len(self._rows(part)) for part in done) + of_this_part, len(self._images))
+        if self.progress is not None:
+            self.progress(sum(len(self._rows(part)) for part in done) + of_this_part, len(self.images))
 
     def _close(self) -> None:
         """Makes the draft, whose parts are all done, the cache."""
         records = [json.loads((self._draft / f"{part}.part").read_text()) for part in range(self._count)]
-        values = len(self._images) * math.prod(self._autoencoder.latent_shape[1:])
+        values = len(self.images) * math.prod(self.autoencoder.latent_shape[1:])
         mean, square = (
             torch.tensor([record[name] for record in records], dtype=torch.float64).sum(0) / values
             for name in ("sum", "square")
@@ -269,13 +265,13 @@ class _Encoding:
         std = (square - mean.square()).clamp(min=0).sqrt()
         bad_images = {bad["row"]: bad for record in records for bad in record["bad_images"]}
         meta = {
-            "shape": [len(self._images), *self._shape],
+            "shape": [len(self.images), *self._shape],
             "mean": mean.tolist(),
             "std": [value or 1.0 for value in std.tolist()],  # a channel that is the same everywhere stays as it is
             "bad_images": [bad_images[row] for row in sorted(bad_images)],
         }
         (self._draft / "meta.json").write_text(json.dumps(meta, indent=1))
-        shutil.rmtree(self._folder, ignore_errors=True)  # where it is damaged
-        os.rename(self._draft, self._folder)
+        shutil.rmtree(self.folder, ignore_errors=True)  # where it is damaged
+        os.rename(self._draft, self.folder)
         for part in range(self._count):
-            (self._folder / f"{part}.part").unlink()
+            (self.folder / f"{part}.part").unlink()

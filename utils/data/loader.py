@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +28,6 @@ from utils.core.errors import UserError
 from utils.core.signals import STOP_SIGNALS, signals_held
 from utils.data.dataset import ImageSet
 from utils.data.latents import PackedLatents
-
-T = TypeVar("T")
 
 _BLOCK = 4096  # samples
 _SHARED_MEMORY = "/dev/shm"  # where Linux keeps what workers hand over
@@ -45,13 +43,9 @@ class SampleOrder:
     """
 
     def __init__(self, length: int, seed: int, labels: np.ndarray | None = None):
-        if length < 1:
-            raise ValueError(f"length must be positive, got {length}")
         self.length, self.seed = length, seed
         self.balanced = labels is not None
         if labels is not None:
-            if len(labels) != length:
-                raise ValueError(f"{len(labels)} labels for {length} images")
             _, counts = np.unique(labels, return_counts=True)
             self.members = torch.from_numpy(np.argsort(labels, kind="stable"))  # images, class after class
             self.class_sizes = torch.from_numpy(counts)
@@ -281,7 +275,7 @@ def training_batches(
     loader = DataLoader(
         _Samples(images, order, center_crop, latents),
         batch_sampler=_MicroBatches(split, steps, together),
-        collate_fn=_as_is,
+        collate_fn=list,
         num_workers=num_workers,
         pin_memory=pin_memory,
         worker_init_fn=functools.partial(_start_worker, main_process=os.getpid()),
@@ -327,10 +321,6 @@ def _iterate(loader: DataLoader, images: ImageSet, size: int) -> Iterator[dict]:
         # Ends the workers now. In a cycle with a traceback, the garbage collector would first finalize the queues that
         # bring them the news, and then wait for them.
         del iterator
-
-
-def _as_is(batch: T) -> T:
-    return batch
 
 
 def _start_worker(worker_id: int, main_process: int) -> None:

@@ -1,6 +1,8 @@
 """What a shard of a streamed dataset holds, by its format: parquet, tar (webdataset), or arrow (`save_to_disk`).
 
 A shard consists of groups, the least that is read at once: row groups of parquet, record batches of arrow, samples of a tar.
+Of a format, `features` gives the types of the columns, `index` some columns of all rows and what else `read` needs (`counts`
+has its metadata), and `read` columns of a group. They raise what the shard's file system and its parser raise.
 """
 
 import base64
@@ -11,7 +13,7 @@ import json
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from utils.core.errors import UserError
 from utils.data.shards import Shard, open_shard
@@ -33,25 +35,6 @@ _ARROW_MAGIC, _ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 _LINKS = 10_000  # images that a hard link may lead to, the newest
 _Place = tuple[int, int, str]  # of an image in a tar: offset, size, name
 _ROWS, _PLACES, _SCHEMA = b"rows", b"places", b"schema"  # metadata of an index
-
-
-class Format(Protocol):
-    def features(self, shard: Shard) -> "datasets.Features":
-        """Returns the types of the columns. This and the others raise what the shard's file system and its parser raise."""
-
-    def index(self, shard: Shard, columns: list[str]) -> "pa.Table":
-        """Returns `columns` of all rows, and what else `read` needs; see `counts` for its metadata."""
-
-    def read(self, shard: Shard, index: "pa.Table", group: int, columns: list[str]) -> "pa.Table":
-        """Returns these columns of a group."""
-
-
-def format_of(shard: Shard) -> Format:
-    """Raises UserError for a compressed tar file."""
-    name = shard.name.lower().partition("?")[0]
-    if name.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
-        raise UserError(f"--streaming cannot read parts of the compressed file {shard.address}\nuncompress it to .tar")
-    return Tar() if name.endswith(".tar") else _Arrow() if name.endswith(".arrow") else _Parquet()
 
 
 def counts(index: "pa.Table") -> list[int]:
@@ -145,10 +128,7 @@ class _Arrow:
     def _schema(self, file: Any) -> "pa.Schema":
         import pyarrow as pa
 
-        if file.read(len(_ARROW_MAGIC)) != _ARROW_MAGIC:
-            file.seek(0)
-        else:
-            file.seek(8)
+        file.seek(8 if file.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC else 0)
         return pa.ipc.read_schema(pa.ipc.read_message(file))
 
 
@@ -206,7 +186,9 @@ class Tar:
         last = max((file["offset"] + file["size"] for file in there), default=0)
         with open_shard(shard) as opened:
             opened.seek(first)
-            data = _exactly(opened, last - first)
+            data = opened.read(last - first)
+        if len(data) < last - first:
+            raise EOFError("the file ends too early")
         images = []
         for file in chosen:
             start = 0 if file is None else file["offset"] - first
@@ -257,12 +239,9 @@ class Tar:
         return {column: int(text) if column == "cls" and text.lstrip("-").isdecimal() else text}
 
 
-def _exactly(file: Any, size: int) -> bytes:
-    parts = []
-    while size > 0:
-        part = file.read(size)
-        if not part:
-            raise EOFError("the file ends too early")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+def format_of(shard: Shard) -> _Parquet | _Arrow | Tar:
+    """Returns what reads a shard. Raises UserError for a compressed tar file."""
+    name = shard.name.lower().partition("?")[0]
+    if name.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
+        raise UserError(f"--streaming cannot read parts of the compressed file {shard.address}\nuncompress it to .tar")
+    return Tar() if name.endswith(".tar") else _Arrow() if name.endswith(".arrow") else _Parquet()

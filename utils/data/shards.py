@@ -5,7 +5,6 @@ A shard is a file on this machine, or lies behind an address that fsspec reads (
 
 import glob
 import http.client
-import io
 import json
 import os
 import re
@@ -18,6 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+from fsspec.core import url_to_fs
+from fsspec.spec import AbstractBufferedFile
 
 from utils.core.errors import UserError, one_line
 from utils.data.sources import find_builder
@@ -103,8 +105,6 @@ def _saved(name: str, split: str) -> list[str] | None:
     """The files of a folder that `save_to_disk` wrote; None for anything else."""
     if _is_web(name) or "{" in name or glob.has_magic(name) or not (is_address(name) or os.path.isdir(name)):
         return None
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
     try:
         files, path = url_to_fs(name)
         found = [file for file in ("dataset_dict.json", "state.json") if files.isfile(f"{path}/{file}")]
@@ -158,8 +158,6 @@ def _behind(address: str) -> list[str]:
         return [more for number in numbers for more in _behind(address[: found.start()] + number + address[found.end() :])]
     if _is_web(address):
         return [address]
-    from fsspec.core import url_to_fs
-
     try:
         files, path = url_to_fs(address)
         if glob.has_magic(path):
@@ -184,8 +182,6 @@ def look_at(address: str) -> Shard:
     if _is_web(address):
         _, size, stamp = _get(address, 0, 0)
         return Shard(address, size, stamp)
-    from fsspec.core import url_to_fs
-
     files, path = url_to_fs(address)
     info = files.info(path)
     return Shard(address, int(info["size"]), str(next((info[name] for name in _STAMPS if info.get(name)), "")))
@@ -194,54 +190,33 @@ def look_at(address: str) -> Shard:
 def open_shard(shard: Shard) -> IO[bytes]:
     """Opens a shard for reading parts of it. Raises ShardChanged, and what its file system raises."""
     if _is_web(shard.address):
-        return _WebFile(shard)  # type: ignore[return-value]
+        return _WebFile(shard)
     if look_at(shard.address) != shard:
         raise ShardChanged(shard.address)
-    from fsspec.core import url_to_fs
-
     files, path = url_to_fs(shard.address)
     return files.open(path, "rb", **({} if "file" in files.protocol else {"cache_type": "none"}))
 
 
-class _WebFile(io.RawIOBase):
+class _WebFile(AbstractBufferedFile):
     """A file on a web server, of which each read asks for a part."""
 
     def __init__(self, shard: Shard):
-        self._shard, self._at = shard, 0
+        super().__init__(None, shard.address, cache_type="none", size=shard.size)
+        self._shard = shard
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._shard.size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), self._shard.size - self._at)
-        if count <= 0:
-            return 0
-        data, size, stamp = self._part(self._at, self._at + count - 1)
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        """Asks again where a part fails at once: what was read of the file before is not lost with it."""
+        data, size, stamp = self._part(start, min(end, self._shard.size) - 1)
         if (size, stamp) != (self._shard.size, self._shard.stamp):
             raise ShardChanged(self._shard.address)
-        buffer[:count] = data
-        self._at += count
-        return count
+        return data
 
     def _part(self, first: int, last: int) -> tuple[bytes, int, str]:
-        """As `_get`, which is tried again where it fails at once: what was read of the file before is not lost with it."""
         for wait in RANGE_WAITS:
             try:
                 return _get(self._shard.address, first, last)
             except (OSError, http.client.HTTPException) as error:
-                if isinstance(error, (FileNotFoundError, TimeoutError)) or isinstance(
-                    getattr(error, "reason", None), TimeoutError
-                ):
+                if {type(error), type(getattr(error, "reason", None))} & {FileNotFoundError, TimeoutError}:
                     raise
             time.sleep(wait)
         return _get(self._shard.address, first, last)

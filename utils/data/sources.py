@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import glob
 import hashlib
-import io
 import os
 import posixpath
 import re
@@ -25,8 +24,7 @@ from PIL import Image
 from utils.core.errors import UserError
 from utils.core.hub import is_only_a_path, told
 from utils.data.decode import image_suffixes
-from utils.data.file_tree import FileTree, archive_stem, scan, suffix_of
-from utils.data.folder_table import ABOUT_IMAGES, decoded_text, mark_of
+from utils.data.file_tree import ABOUT_IMAGES, FileTree, archive_stem, decoded_text, mark_of, scan, suffix_of
 from utils.data.image_folder import ImageFolder
 from utils.options.flags import DataOptions
 from utils.options.paths import DIGITS
@@ -289,15 +287,9 @@ def _open_digits(split: str) -> OpenedDataset:
     pixels = np.rint(scans.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     names = [str(digit) for digit in range(10)]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
-    rows = {"image": [{"bytes": _png(scan), "path": None} for scan in pixels], "label": labels}
+    rows = {"image": [Image.fromarray(scan) for scan in pixels], "label": labels}
     key = hashlib.sha256(pixels.tobytes() + labels.astype(np.int64).tobytes()).hexdigest()
     return OpenedDataset(datasets.Dataset.from_dict(rows, features=features), key, "digits (scikit-learn's handwritten digits)")
-
-
-def _png(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 def _files_below(folder: Path) -> list[Path]:

@@ -8,7 +8,6 @@ import os
 import tarfile
 import time
 import zipfile
-from typing import Protocol
 
 from utils.core.errors import UserError, one_line
 
@@ -17,12 +16,6 @@ _WAITS = (1.0, 5.0)  # seconds before an address is tried again
 _TIMEOUT = 30  # seconds without an answer of a web server
 _BLOCK = 512  # bytes of zeros that end a tar archive
 _GONE = (403, 404, 410)  # answers of a server that will not change soon
-
-
-class _Archive(Protocol):
-    names: list[str]
-
-    def read(self, name: str) -> bytes: ...
 
 
 class _Zip:
@@ -76,7 +69,7 @@ def list_archive(kind: str, path: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=16)
-def _open(kind: str, path: str, process: int) -> _Archive:
+def _open(kind: str, path: str, process: int) -> _Zip | _Tar:
     """`process`: its number, because a forked process must not share the position in an open file."""
     return _Zip(path) if kind == "zip" else _Tar(path)
 

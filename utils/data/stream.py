@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,8 @@ from utils.core.files import whole_file
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache, StoredBlock
 from utils.data.columns import find_labels, is_number, usual_labels
-from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
-from utils.data.image_column import EncodedImages, files_key, first_of
+from utils.data.decode import ImageFile, ImagePreparation, cut
+from utils.data.image_column import EncodedImages, files_key, find_image_column, first_of
 from utils.data.shard_formats import VERSION, Tar, columns_of, counts, format_of
 from utils.data.shards import Shard, UnreadableShard, find_shards, in_parallel, patiently
 from utils.data.stored_files import is_address
@@ -43,68 +43,115 @@ _LOST_SECONDS = 300.0  # after a shard could not be read, in which no process of
 _OPEN_SHARE = 64  # the blocks that a process maps are this part of the cache's limit, at most: no room is free before they go
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The blocks of a dataset in the order of its rows.
+class BlockReader:
+    """The blocks of a streamed dataset in the order of its rows. A call reads the encoded images of one from its shard, once.
+
+    Args:
+        counts: rows of each group of each shard.
+        most: rows that are used, the first ones.
+        features: of all columns.
+        index: gives the index of a shard.
 
     Attributes:
-        shard, group: int32 [blocks], the shard of each block and its group in it.
+        columns: those that have the images; to be set.
         starts: int64 [blocks + 1], the first row of each block; then the number of rows.
         first_in_shard: int64 [blocks], the number of its first row within its shard.
     """
 
-    shards: list[Shard]
-    shard: np.ndarray
-    group: np.ndarray
-    starts: np.ndarray
-    first_in_shard: np.ndarray
+    columns: list[str]
 
-    @classmethod
-    def of(cls, shards: list[Shard], counts: list[list[int]], most: int | None) -> "Blocks":
-        """`counts`: rows of each group of each shard; `most`: rows that are used, the first ones."""
+    def __init__(
+        self,
+        shards: list[Shard],
+        counts: list[list[int]],
+        most: int | None,
+        features: "datasets.Features",
+        index: "Callable[[Shard], pa.Table]",
+    ):
+        self.shards, self.features, self._index = shards, features, index
         shard = np.repeat(np.arange(len(shards), dtype=np.int32), [len(each) for each in counts])
         group = np.concatenate([np.arange(len(each), dtype=np.int32) for each in counts])
         first_in_shard = np.concatenate([np.cumsum([0, *each[:-1]]) for each in counts if each])
         starts = np.concatenate([[0], np.cumsum(np.concatenate([np.array(each, np.int64) for each in counts]))])
         starts = starts.astype(np.int64) if most is None else np.minimum(starts, most).astype(np.int64)
         kept = np.diff(starts) > 0
-        return cls(shards, shard[kept], group[kept], np.append(starts[:-1][kept], starts[-1]), first_in_shard[kept])
+        self._shard, self._group, self.first_in_shard = shard[kept], group[kept], first_in_shard[kept]
+        self.starts = np.append(starts[:-1][kept], starts[-1])
 
     def __len__(self) -> int:
-        return len(self.shard)
-
-    @property
-    def rows(self) -> int:
         return int(self.starts[-1])
 
+    def shard(self, block: int) -> Shard:
+        return self.shards[self._shard[block]]
 
-@dataclass(frozen=True)
-class StreamedFiles:
-    """What was found of a streamed dataset before its images are prepared."""
+    def __call__(self, block: int) -> list[ImageFile]:
+        files = self.images(block).between(0, self._rows(block))
+        return [replace(file, name=f"{file.name} of {self.shard(block).name}") for file in files]
 
-    blocks: Blocks
-    features: "datasets.Features"
-    labels: np.ndarray | None
-    class_names: list[str] | None
-    notes: list[str]
-    key: str
-    index: "Callable[[Shard], pa.Table]"
+    def _rows(self, block: int) -> int:
+        return int(self.starts[block + 1] - self.starts[block])
+
+    def _table(self, block: int, columns: list[str]) -> "pa.Table":
+        shard = self.shard(block)
+        return format_of(shard).read(shard, self._index(shard), int(self._group[block]), columns)
+
+    def first_cell(self, column: str) -> object:
+        """Returns the first cell of a column in the first block that is not empty, or None."""
+        return first_of(patiently(lambda: self._table(0, [column]), self.shard(0).address).column(column))
+
+    def images(self, block: int) -> EncodedImages:
+        """Returns the images of a block. Raises UserError, and what the shard's file system and its parser raise."""
+        import datasets
+
+        shard, rows, table = self.shard(block), self._rows(block), self._table(block, self.columns)
+        if len(table) < rows:
+            raise UserError(
+                f"the shard {shard.address} is damaged: group {self._group[block]} has {len(table)} rows, and the index says "
+                f"{rows}\nmake the file again"
+            )
+        features = datasets.Features({name: self.features[name] for name in self.columns})
+        table = table.slice(0, rows).replace_schema_metadata(None).cast(features.arrow_schema)
+        dataset = datasets.Dataset(table, info=datasets.DatasetInfo(features=features), fingerprint=f"block-{block}")
+        return EncodedImages(dataset, self.columns, shard.address.rpartition("/")[0], int(self.first_in_shard[block]))
+
+    def key(self) -> str:
+        """Changes with the shards, and with the files on this machine that they name (see `image_column.files_key`).
+        Shards that are elsewhere name none, and are not read."""
+        key = hashlib.sha256(repr((VERSION, self.shards)).encode()).hexdigest()
+        if is_address(self.shards[0].address):
+            return key
+        reads = ((functools.partial(self, block), self.shard(block).address) for block in range(len(self.starts) - 1))
+        return f"{key} {files_key(patiently(*each) for each in reads)}".strip()
+
+    def __str__(self) -> str:
+        """For instance "4 shards, 40 blocks of up to 100 images"."""
+        sizes = np.diff(self.starts)
+        return f"{len(self.shards):,} shards, {len(sizes):,} blocks of up to {int(sizes.max()):,} images"
 
 
-def index_shards(options: DataOptions, folder: Path, progress: Callable[[int, int], None] | None = None) -> StreamedFiles:
+Labels = tuple[np.ndarray | None, list[str] | None, list[str]]  # as `find_labels` returns them
+
+
+def open_shards(
+    options: DataOptions, folder: Path, progress: Callable[[int, int], None] | None = None
+) -> tuple[BlockReader, Labels]:
     """Finds the shards and indexes those that are not indexed yet; `folder` keeps a file for each of them.
 
-    Raises UserError where a shard cannot be read, has other columns than the first one, or no rows are there.
+    Returns the blocks, and labels, names of classes and notes. Raises UserError where a shard cannot be read or has other
+    columns than the first one, or no rows are there, or no images.
     """
+    import datasets
+
     shards, declared = find_shards(options)
     features = declared or patiently(lambda: format_of(shards[0]).features(shards[0]), shards[0].address)
     columns = _label_columns(features, options.label_column)
     folder.mkdir(parents=True, exist_ok=True)
+    read_index = functools.partial(_indexed, columns=tuple(columns), folder=folder)
     done = 0
 
     def index(shard: Shard) -> "pa.Table":
         nonlocal done
-        table = patiently(lambda: _indexed(shard, tuple(columns), folder), shard.address)
+        table = patiently(lambda: read_index(shard), shard.address)
         done += 1
         if progress is not None:
             progress(done, len(shards))
@@ -121,11 +168,14 @@ def index_shards(options: DataOptions, folder: Path, progress: Callable[[int, in
     rows = [counts(table) for table in tables]
     if not sum(map(sum, rows)):
         raise UserError(f"the dataset {options.dataset_name} has no images\ncheck its name and --dataset_split")
-    blocks = Blocks.of(shards, rows, options.max_train_images)
-    labels, class_names, notes = _labels(tables, features, columns, options.label_column, blocks.rows)
-    key = hashlib.sha256(repr((VERSION, shards)).encode()).hexdigest()
-    read_index = functools.partial(_indexed, columns=tuple(columns), folder=folder)
-    return StreamedFiles(blocks, features, labels, class_names, notes, key, read_index)
+    reader = BlockReader(shards, rows, options.max_train_images, features, read_index)
+    labels, class_names, label_notes = _labels(tables, features, columns, options.label_column, len(reader))
+    reader.columns, notes = find_image_column(_empty(features), options.image_column, reader.first_cell)
+    if isinstance(format_of(shards[0]), Tar) and not isinstance(features[reader.columns[0]], datasets.Image):
+        raise UserError(
+            f"--image_column {reader.columns[0]}: in the tar files, this column has no images\nleave --image_column out"
+        )
+    return reader, (labels, class_names, notes + label_notes)
 
 
 def _label_columns(features: "datasets.Features", requested: str | None) -> list[str]:
@@ -142,7 +192,7 @@ def _label_columns(features: "datasets.Features", requested: str | None) -> list
 
 def _labels(
     tables: "list[pa.Table]", features: "datasets.Features", columns: list[str], requested: str | None, rows: int
-) -> tuple[np.ndarray | None, list[str] | None, list[str]]:
+) -> Labels:
     import datasets
     import pyarrow as pa
 
@@ -166,18 +216,6 @@ def _empty(features: "datasets.Features") -> "datasets.Dataset":
     return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
 
 
-def empty_table(files: StreamedFiles) -> "datasets.Dataset":
-    """Returns a dataset without rows that has the columns of the shards."""
-    return _empty(files.features)
-
-
-def first_cell(files: StreamedFiles, column: str) -> object:
-    """Returns the first cell of a column in the first block that is not empty, or None."""
-    shard, group = files.blocks.shards[files.blocks.shard[0]], int(files.blocks.group[0])
-    table = patiently(lambda: format_of(shard).read(shard, files.index(shard), group, [column]), shard.address)
-    return first_of(table.column(column))
-
-
 @functools.lru_cache(maxsize=_INDEXES)
 def _indexed(shard: Shard, columns: tuple[str, ...], folder: Path) -> "pa.Table":
     """The index of a shard (see `shard_formats`), made where `folder` has none yet."""
@@ -194,51 +232,6 @@ def _indexed(shard: Shard, columns: tuple[str, ...], folder: Path) -> "pa.Table"
     return pq.read_table(path)
 
 
-class BlockReader:
-    """Reads the encoded images of one block from its shard. Tries once."""
-
-    def __init__(self, files: StreamedFiles, columns: list[str]):
-        self.blocks, self.columns = files.blocks, columns
-        self._features, self._index = {name: files.features[name] for name in columns}, files.index
-
-    def __len__(self) -> int:
-        return self.blocks.rows
-
-    def __call__(self, block: int) -> list[ImageFile]:
-        shard = self.blocks.shards[self.blocks.shard[block]]
-        files = self.images(block).between(0, int(self.blocks.starts[block + 1] - self.blocks.starts[block]))
-        return [replace(file, name=f"{file.name} of {shard.name}") for file in files]
-
-    def images(self, block: int) -> EncodedImages:
-        """Returns the images of a block. Raises UserError, and what the shard's file system and its parser raise."""
-        import datasets
-
-        shard, group = self.blocks.shards[self.blocks.shard[block]], int(self.blocks.group[block])
-        rows = int(self.blocks.starts[block + 1] - self.blocks.starts[block])
-        first = int(self.blocks.first_in_shard[block])
-        table = format_of(shard).read(shard, self._index(shard), group, self.columns)
-        if len(table) < rows:
-            raise UserError(
-                f"the shard {shard.address} is damaged: group {group} has {len(table)} rows, and the index says {rows}\n"
-                "make the file again"
-            )
-        features = datasets.Features(self._features)
-        table = table.slice(0, rows).replace_schema_metadata(None).cast(features.arrow_schema)
-        dataset = datasets.Dataset(table, info=datasets.DatasetInfo(features=features), fingerprint=f"block-{block}")
-        base = shard.address.rpartition("/")[0]
-        return EncodedImages(dataset, self.columns, base, first)
-
-    def files_key(self) -> str:
-        """See `columns.files_key`. Shards that are elsewhere name no files of this machine, and are not read."""
-        if is_address(self.address(0)):
-            return ""
-        reads = (functools.partial(self, block) for block in range(len(self.blocks)))
-        return files_key(patiently(read, self.address(block)) for block, read in enumerate(reads))
-
-    def address(self, block: int) -> str:
-        return self.blocks.shards[self.blocks.shard[block]].address
-
-
 class StreamedImages:
     """The counterpart of `PackedImages` for a streamed dataset: the same pixels.
 
@@ -249,7 +242,7 @@ class StreamedImages:
 
     def __init__(self, cache: BlockCache, read: BlockReader, prepare: ImagePreparation, max_bad_images: int = 0):
         self.cache, self.prepare, self._read = cache, prepare, read
-        self.starts = read.blocks.starts
+        self.starts = read.starts
         self.uniform = prepare.center_crop
         self.bad_images = BadImages(max_bad_images)
         self._begun = time.time()  # of the run: its workers get a copy
@@ -269,15 +262,15 @@ class StreamedImages:
         return np.searchsorted(self.starts, rows, side="right") - 1
 
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray | None:
-        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
+        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `cut`.
 
         None when some of them cannot be decoded, or their shard not be read: `bad_images` has them now.
 
         Raises:
             UserError: naming a shard that cannot be read, or an image that cannot be decoded, once there are more than may be.
         """
-        blocks, (height, width) = self.blocks_of(rows), self.prepare.size
-        numbers, met = (rows - self.starts[blocks]).tolist(), []
+        blocks = self.blocks_of(rows)
+        numbers = (rows - self.starts[blocks]).tolist()
         wanted = set(blocks.tolist())
         try:
             opened = {block: self.block(block) for block in wanted}
@@ -289,28 +282,21 @@ class StreamedImages:
             size = blank.size
             joined = bytearray().join([block.values[n * size : (n + 1) * size] for block, n in zip(stored, numbers)])
             return np.frombuffer(joined, blank.dtype).reshape(-1, *blank.shape)
-        batch = np.empty((len(rows), *blank.shape), blank.dtype)
-        sizes = np.stack([block.sizes[number] for block, number in zip(stored, numbers)])
-        tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.prepare.size, crop)
-        for place, (block, number, top, left) in enumerate(zip(stored, numbers, tops, lefts)):
-            if number in block.bad:
-                met.append(BadImage(int(rows[place]), *block.bad[number]))
-            else:
-                batch[place] = block.images[number][:, top : top + height, left : left + width]
-        if met:
+        places = list(zip(rows.tolist(), stored, numbers))
+        if met := [BadImage(row, *block.bad[number]) for row, block, number in places if number in block.bad]:
             self.bad_images.learn(met)
             return None
-        return batch
+        return cut([block.images[number] for _, block, number in places], self.prepare.size, crop)
 
     def _unreadable_images(self, blocks: set[int]) -> list[BadImage]:
         """Those of the blocks that cannot be read. Raises UnreadableShard where no images may be replaced."""
-        found, known = [], self._read.blocks
+        found: list[BadImage] = []
         for block in sorted(blocks & self._unreadable.keys()):
             if not self.bad_images.limit:
                 raise UnreadableShard(*self._unreadable[block])
-            shard, reason = known.shards[known.shard[block]], f"its shard cannot be read: {self._unreadable[block][1]}"
+            shard, reason = self._read.shard(block), f"its shard cannot be read: {self._unreadable[block][1]}"
             rows = range(*self.starts[block : block + 2].tolist())
-            numbers = range(known.first_in_shard[block], len(self))
+            numbers = range(self._read.first_in_shard[block], len(self))
             found += [BadImage(row, f"row {number} of {shard.name}", None, reason) for row, number in zip(rows, numbers)]
         return found
 
@@ -320,7 +306,7 @@ class StreamedImages:
         if stored is not None and time.monotonic() < until:
             return stored
         self._close(block)  # opened again it counts as used once more
-        shard = self._read.address(block)
+        shard = self._read.shard(block).address
         if block in self._unreadable:
             raise UnreadableShard(*self._unreadable[block])
         try:
@@ -382,17 +368,3 @@ class ReadAhead:
             except Exception:  # told to whoever needs the block
                 self.asked.clear()
                 self.wanted.clear()
-
-
-def describe(blocks: Blocks) -> str:
-    """Returns for instance "4 shards, 40 blocks of 100 images"."""
-    sizes = np.diff(blocks.starts)
-    return f"{len(blocks.shards):,} shards, {len(blocks):,} blocks of up to {int(sizes.max()):,} images"
-
-
-def refuse_column(files: StreamedFiles, column: str) -> None:
-    """Raises UserError for a column of texts or numbers in tar files."""
-    import datasets
-
-    if isinstance(format_of(files.blocks.shards[0]), Tar) and not isinstance(files.features[column], datasets.Image):
-        raise UserError(f"--image_column {column}: in the tar files, this column has no images\nleave --image_column out")

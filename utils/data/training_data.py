@@ -13,10 +13,9 @@ from utils.core.errors import UserError
 from utils.data.augmentation import augment, to_unit_range
 from utils.data.autoencoder import Autoencoder
 from utils.data.cache import Progress
-from utils.data.dataset import ImageSet, load_images
+from utils.data.dataset import ImageSet, load_images, spread
 from utils.data.latents import PackedLatents, draw_latents, pack_latents
 from utils.data.loader import BatchSplit, SampleOrder, WindowedOrder, training_batches
-from utils.data.split import check_images, split_validation
 from utils.options.flags import RunOptions
 
 
@@ -130,30 +129,36 @@ class TrainingSamples:
         """Returns the rows int64 [B] that the order gives, before others take the places of images that cannot be decoded."""
         return self.images.dataset_rows(self._order.indices(sample_numbers.cpu()).numpy())
 
-    def first_images(self, count: int) -> torch.Tensor:
-        """The first clean images of this process, at most `count`, as the network is shown them: those of one pass over the
-        data, so that none comes twice unless the sampling is balanced."""
-        return torch.cat([self.on_device(batch).clean_images for batch in self._first_batches(count)])[:count]
-
-    def first_pictures(self, count: int) -> torch.Tensor:
-        """Those of `first_images` as images, float32 [n, C, H, W] in [-1, 1], which latents are not."""
-        if self.encoded is None:
-            return self.first_images(count)
-        numbers = torch.cat([batch["sample_numbers"] for batch in self._first_batches(count)])[:count]
-        pixels = torch.from_numpy(self.images.fetch(self._order.indices(numbers).numpy()))
-        return to_unit_range(pixels.to(self.device), self.images.max_value)
-
-    def first_labels(self, count: int) -> torch.Tensor | None:
-        """The classes of `first_images`, int64, on the host; None where they have none."""
-        if self.images.labels is None:
-            return None
-        return torch.cat([batch["labels"] for batch in self._first_batches(count)])[:count]
-
-    def _first_batches(self, count: int) -> Iterator[dict]:
+    def first_batch(self, count: int) -> Batch:
+        """The first samples of this process, at most `count`: those of one pass over the data, so that none comes twice unless
+        the sampling is balanced."""
         of_update = self._split.train_batch_size * self._split.gradient_accumulation_steps
         of_a_pass = len(self.images) // (of_update * self._split.num_processes)
         updates = max(1, min(math.ceil(count / of_update), of_a_pass))
-        return self.batches(0, updates)
+        parts = zip(*(self.on_device(batch) for batch in self.batches(0, updates)))
+        return Batch._make(None if each[0] is None else torch.cat(each)[:count] for each in parts)
+
+    def first_pictures(self, count: int) -> torch.Tensor:
+        """Those of `first_batch` as images, float32 [n, C, H, W] in [-1, 1], which latents are not."""
+        first = self.first_batch(count)
+        if self.encoded is None:
+            return first.clean_images
+        pixels = torch.from_numpy(self.images.fetch(self._order.indices(first.sample_numbers.cpu()).numpy()))
+        return to_unit_range(pixels.to(self.device), self.images.max_value)
+
+    def held_out(self, images: ImageSet, numbers: torch.Tensor, device: torch.device) -> Batch:
+        """Samples int64 [B], numbers on the host, of a validation on `images`, for `device`: image i modulo their number, cut
+        in the middle, with noise of its own."""
+        rows, numbers = (numbers % len(images)).numpy(), numbers.to(device)
+        if self.encoded is not None:
+            stored = torch.from_numpy(self.encoded.latents.fetch(images.shown_rows(rows), self.seed))
+            clean_images = self.encoded.drawn(stored.to(device), self.seed, "validation latents", numbers)
+        else:
+            pixels = torch.from_numpy(images.fetch(rows, np.full((len(rows), 2), 0.5, np.float32)))
+            clean_images = to_unit_range(pixels.to(device), images.max_value)
+        noise = randomness.normal(self.seed, "validation noise", numbers, self.shape)
+        labels = None if images.labels is None else torch.from_numpy(images.labels[images.shown(rows)])
+        return Batch(numbers, clean_images, noise, labels)
 
 
 class TrainingData:
@@ -192,37 +197,34 @@ class TrainingData:
         return None if self.encoded is None else self.encoded.autoencoder
 
     def validation_batch(self, numbers: torch.Tensor) -> Batch:
-        """Samples int64 [B], numbers on the host, of a validation: image i modulo their number, cut in the middle, with noise
-        of its own."""
-        rows, numbers = (numbers % len(self.validation)).numpy(), numbers.to(self.samples.device)
-        clean_images = _held_out(self.validation, rows, numbers, self.samples)
-        noise = randomness.normal(self.samples.seed, "validation noise", numbers, self.samples.shape)
-        known = self.validation.labels
-        labels = None if known is None else torch.from_numpy(known[self.validation.shown(rows)])
-        return Batch(numbers, clean_images, noise, labels)
+        """See `TrainingSamples.held_out`."""
+        return self.samples.held_out(self.validation, numbers, self.samples.device)
 
 
-def _held_out(images: ImageSet, indices: np.ndarray, numbers: torch.Tensor, samples: TrainingSamples) -> torch.Tensor:
-    """What the network sees of held-out `images`, float32 [B, C, H, W], for samples `numbers` int64 [B] of a validation."""
-    if samples.encoded is not None:
-        stored = torch.from_numpy(samples.encoded.latents.fetch(images.shown_rows(indices), samples.seed))
-        return samples.encoded.drawn(stored.to(numbers.device), samples.seed, "validation latents", numbers)
-    pixels = torch.from_numpy(images.fetch(indices, np.full((len(indices), 2), 0.5, np.float32)))
-    return to_unit_range(pixels.to(numbers.device), images.max_value)
+def split_validation(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSet]:
+    """(training images, held-out images): `count` of `images` are held out, chosen by `seed`; may be 0."""
+    if count >= len(images):
+        raise UserError(
+            f"--validation_images {count} leaves no images to train on: there are {len(images)}\nset a smaller number"
+        )
+    if count == 0:
+        return images, images.subset([])  # no list of row numbers, which would grow with the set
+    held_out = images.nearby(count, randomness.derive_seed(seed, "validation split"))
+    if held_out is None:
+        positions = torch.arange(len(images))
+        shuffled = randomness.permute(seed, "validation split", torch.zeros_like(positions), positions, len(images)).numpy()
+        held_out = np.sort(shuffled[:count])
+    trained = np.ones(len(images), bool)
+    trained[held_out] = False
+    validation = images.subset(held_out)
+    validation.fetch([0])  # that none of them can be decoded is told now, not at the first validation
+    return images.subset(np.flatnonzero(trained)), validation
 
 
-def first_validation_images(
-    images: ImageSet, count: int, device: torch.device, samples: TrainingSamples
-) -> torch.Tensor | None:
-    """The first `count` of the held-out `images`, float32 [B, C, H, W], as the validation of `samples` shows them, or None."""
-    if len(images) == 0:
-        return None
-    indices = np.arange(min(len(images), count))
-    return _held_out(images, indices, torch.from_numpy(indices).to(device), samples)
-
-
-def first_validation_labels(images: ImageSet, count: int) -> torch.Tensor | None:
-    """The classes of `first_validation_images`, int64; None where they have none."""
-    if len(images) == 0 or images.labels is None:
-        return None
-    return torch.from_numpy(images.labels[images.shown(np.arange(min(len(images), count)))])
+def check_images(images: ImageSet, sample: int = 64) -> None:
+    """Looks at images from all over the set. Raises UserError when every one of them is of the same single value."""
+    pixels = images.fetch(spread(images, sample))
+    if pixels.min() == pixels.max():
+        raise UserError(
+            f"all pixels of {len(pixels)} images have the same value ({pixels.min()})\ncheck the images and --image_column"
+        )

@@ -12,7 +12,7 @@ from torch import nn
 from models.flow_scheduler import FlowScheduler
 from utils.core import randomness
 from utils.data.dataset import ImageSet
-from utils.data.training_data import TrainingSamples, first_validation_images, first_validation_labels
+from utils.data.training_data import TrainingSamples
 from utils.diffusion.classes import classes_known
 from utils.diffusion.ddpm import PREDICTION_TYPES, training_target
 from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
@@ -136,12 +136,14 @@ def examine_network(
     examined. The figures that need float64 are left out on a device without it (mps), and the comparison with the best denoiser
     for flow matching, a network that was never trained without a class, and latents, which are drawn anew in each pass.
     """
-    clean_images = samples.first_images(PROBE_IMAGES).cpu()
-    others = first_validation_images(validation, PROBE_IMAGES, clean_images.device, samples)
+    first, numbers = samples.first_batch(PROBE_IMAGES), torch.arange(min(len(validation), PROBE_IMAGES))
+    clean_images = first.clean_images.cpu()
+    held_out = samples.held_out(validation, numbers, clean_images.device) if len(numbers) else None
+    others = None if held_out is None else held_out.clean_images
     asked, labels = unet, (None, None)
     if classes := classes_known(unet):
         asked = _WithoutClass(unet, classes)
-        labels = samples.first_labels(PROBE_IMAGES), first_validation_labels(validation, PROBE_IMAGES)
+        labels = first.labels, None if held_out is None else held_out.labels
     batch_size = probe_batch(samples.micro_batch_size, samples.shape)
     found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size, labels)
     has_ideal = isinstance(noise_scheduler, DDPMScheduler) and knows_no_class and samples.encoded is None

@@ -13,8 +13,8 @@ from utils.core.bars import Bar
 from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.data.autoencoder import Autoencoder
-from utils.data.dataset import cache_root, load_images
-from utils.data.split import split_validation
+from utils.data.dataset import cache_folder, load_images
+from utils.data.training_data import split_validation
 from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import Curve, plot
 from utils.diffusion.guidance import make_guided_prediction
@@ -54,7 +54,7 @@ def make_judge(
     if len(images) < MIN_IMAGES:
         raise UserError(f"{len(images)} training images are too few\nat least {MIN_IMAGES} are needed")
     extractor = make_extractor(features, images).to(accelerator.device)
-    cache = cache_root(options["cache_dir"]) / "steady_diffusion"
+    cache = cache_folder(options["cache_dir"])
     with Bar("features of the real images", len(images)) as bar:
         real = reference_features(accelerator, extractor, images, batch_size=batch_size, cache_dir=cache, progress=bar.update)
     requested = options.get("num_inference_steps") or options.get("ddpm_num_inference_steps")

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from utils.data.dataset import ImageSet, content_fingerprint
-from utils.data.split import split_validation
+from utils.data.training_data import split_validation
 from utils.evaluation.feature_sets import FeatureSet
 from utils.evaluation.memorization import Originals
 from utils.evaluation.reference import Reference

@@ -11,7 +11,7 @@ from utils.core.distributed import main_process_first, waited_for
 from utils.core.errors import UserError
 from utils.core.size import Size
 from utils.data.arrays import OtherChannels, is_array_file
-from utils.data.dataset import ImageSet, cache_root, load_images
+from utils.data.dataset import ImageSet, cache_folder, load_images
 from utils.evaluation.classifier import Classifier, trained_classifier
 from utils.evaluation.evaluator import ClassJudge
 from utils.evaluation.extractor_base import Extractor
@@ -88,7 +88,7 @@ def find_reference(accelerator: Accelerator, args: EvaluateOptions, shape: tuple
             f"{str(error).partition(', and ')[0]}, and the images that are evaluated have {shape[0]} channels\n"
             "compare images of the same size and number of channels"
         ) from None
-    return RealImages(options, images, cache_dir=cache_root(args.cache_dir) / "steady_diffusion")
+    return RealImages(options, images, cache_dir=cache_folder(args.cache_dir))
 
 
 def measure_reference(accelerator: Accelerator, found: RealImages, shape: tuple[int, int, int]) -> Reference:

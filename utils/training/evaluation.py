@@ -10,7 +10,7 @@ from PIL.Image import Image
 from utils.core.distributed import on_main_process, together, waited_for
 from utils.core.errors import OUT_OF_MEMORY, UserError
 from utils.core.images import save_png
-from utils.data.dataset import ImageSet, cache_root
+from utils.data.dataset import ImageSet, cache_folder
 from utils.diffusion.sampling import sample, to_uint8
 from utils.evaluation.evaluator import Evaluation
 from utils.evaluation.extractors import make_extractor
@@ -104,7 +104,7 @@ class SampleEvaluation:
             extractor = make_extractor(FEATURES, real).to(run.accelerator.device)
 
         def features(images: ImageSet) -> FeatureSet:
-            cache = cache_root(run.options.cache_dir) / "steady_diffusion"
+            cache = cache_folder(run.options.cache_dir)
             with run.progress.part("features of real images", len(images)) as bar:
                 return reference_features(
                     run.accelerator, extractor, images, batch_size=size, cache_dir=cache, progress=bar.update
