@@ -18,7 +18,6 @@ from made_up_runs import (
     jumps,
     layers,
     linear_schedule,
-    quartile_losses,
     report,
     rise,
     run,
@@ -34,7 +33,6 @@ from utils.diagnostics.diagnose import RULES, diagnose, judge
 from utils.diagnostics.finding import CATALOG, SEVERITIES, Finding
 from utils.diagnostics.rules.audit import looks, measured
 from utils.diagnostics.rules.options import ROWS
-from utils.optim.nonfinite import advice
 from utils.runs.record import RunRecord
 
 
@@ -51,11 +49,6 @@ def looked_at(code: str, found: bool) -> RunRecord:
     return record
 
 
-NOTHING_FINITE = {"train/loss": math.nan, "train/grad_norm": math.nan} | {
-    f"train/loss_timestep_quartile_{i}": math.nan for i in (1, 2, 3, 4)
-}
-
-
 def ranks(compute: list[float], data_of_the_first: float) -> RunRecord:
     """A run on several processes, with the seconds that each computes, and the first waits for data."""
     times = {"compute": compute, "data": [data_of_the_first] + [0.01] * (len(compute) - 1), "collectives": [0.0] * len(compute)}
@@ -65,7 +58,6 @@ def ranks(compute: list[float], data_of_the_first: float) -> RunRecord:
 
 
 SAME = {"outcome": "same", "stage": "weights", "ranks": [0]}
-OF_EDM2 = "worse-than-none"
 
 
 PENALTY = Found("gradient-penalty", 2, {"count": 7, "factor": 0.5})
@@ -79,18 +71,6 @@ def audited(found: tuple[Found, ...] = (), stages: tuple[str, ...] = (), **more)
         record.history.append({"step": step, "audit": audit | more})
     record.history.sort(key=lambda line: line["step"])
     return record
-
-
-def v_errors(last: float) -> dict:
-    """Of a probe of a network that predicts v; images have a variance of 0.31 around their mean."""
-    return {"prediction_type": "v_prediction", "errors_as": {}, "error": {"0": 1.0, "500": 0.1, "999": last}}
-
-
-def edm2_run(loss: float, other: float = 0.1) -> RunRecord:
-    """Its weighted loss at sigma 0.5, `other` at 1; a network that answers 0 has 1 there. At 40, hardly trained, all is off."""
-    losses = {"0.5": loss, "1": other, "40": 9.0}
-    options = {"sigma_data": 0.8, "P_mean": -0.6, "P_std": 1.2}
-    return run(probe={"weighted_loss": losses}, options=options)
 
 
 # code -> (a run that must show it, one that just must not)
@@ -170,47 +150,6 @@ CASES = {
         (run(rise(4.0)), run(rise(2.5))),
         (run(rise(4.0, quartiles=(1, 2, 4))), run(rise(4.0, quartiles=(1, 2)))),
     ],
-    "not-learning": [
-        (edm2_run(1.0, other=1.0), edm2_run(1.0, other=0.7)),
-        (run(quartile_losses(1.1, 1.0, 0.97, 1.0)), run(quartile_losses(1.1, 1.0, 0.7, 1.0))),
-        (
-            run(quartile_losses(1.0, 1.0, 1.0, 1.0)),
-            run(lambda n: quartile_losses(1, 1, 1, 1)(n) | {"layers": layers(update=6e-5)}),
-        ),
-        # stuck near a constant, or just come there; and below it and still learning, from a network that began far off
-        (run(quartile_losses(0.92, 0.92, 0.92, 0.92)), run(lambda n: quartile_losses(*[0.85 + 1.6 / n] * 4)(n))),
-        (run(lambda n: quartile_losses(*[0.9 + 1.6 / n] * 4)(n)), run(lambda n: quartile_losses(*[0.86 + 1.6 / n] * 4)(n))),
-        # V is 0.8^2 x 0.7^2 = 0.31; where the SNR is above 1, in the first quartile, the loss is weighted
-        (
-            run(quartile_losses(99, 0.3, 0.3, 0.3), options={"prediction_type": "sample"}),
-            run(quartile_losses(99, 0.2, 0.3, 0.3), options={"prediction_type": "sample"}),
-        ),
-        # and for v the error falls from 1 to V with the noise
-        (
-            run(quartile_losses(0.9, 0.6, 0.4, 0.3), options={"prediction_type": "v_prediction"}),
-            run(quartile_losses(0.9, 0.6, 0.25, 0.3), options={"prediction_type": "v_prediction"}),
-        ),
-        (
-            run(quartile_losses(1, 1, 1, 1)),
-            run(quartile_losses(1, 1, 1, 1), options={"prediction_type": "v_prediction", "snr_gamma": 5.0}),
-        ),
-    ],
-    "error-impossible": [
-        (run(probe={"error": {"0": 0.01, "999": 0.05}}), run(probe={"error": {"0": 0.05, "999": 0.05}})),
-        (run(probe=v_errors(0.1)), run(probe=v_errors(0.2))),
-        (run(probe=v_errors(0.1)), run(probe=v_errors(0.1), data={"shape": [3, 64, 64]})),  # where enough pixels show something
-    ],
-    "worse-than-none": [(edm2_run(1.4), edm2_run(0.9))],
-    "train-eval-gap": [
-        (run(probe={"training_error": 0.3}), run(probe={"training_error": 0.15})),
-        (run(probe={"training_error": 0.04}), run(probe={"training_error": 0.09})),
-        (run(options={"dropout": 0.9}), run(options={"dropout": 0.3})),
-        (run(quartile_losses(0.1, 0.05, 0.06, 0.1)), run(quartile_losses(0.1, 0.1, 0.05, 0.1))),
-        (
-            run(quartile_losses(0.1, 0.05, 0.06, 0.1)),
-            run(quartile_losses(0.1, 0.05, 0.06, 0.1), options={"snr_gamma": 5.0, "prediction_type": "sample"}),
-        ),
-    ],
     "batch-leak": [(run(probe={"batch_response": 0.3}), run(probe={"batch_response": 1e-3}))],
     "no-gradient": [(run(network={"cut": ["conv"]}), run())],
     "non-finite": [
@@ -218,33 +157,10 @@ CASES = {
         (run(lambda n: {"train/skipped_updates": 40.0 * n, "train/bad_updates_in_a_row": 9.0}), run()),
     ],
     "fp16-scale-collapse": [(run(lambda n: {"train/loss_scale": 2.0 ** (16 - n)}), run(lambda n: {"train/loss_scale": 64.0}))],
-    "clip-too-tight": [(run(lambda n: {"train/clip_value": 1e-3}), run(lambda n: {"train/clip_value": 0.01}))],
     "gradients-exploding": [
         (run(lambda n: {"train/grad_norm": 1.6**n}), run(lambda n: {"train/grad_norm": 1.1**n})),
     ],
-    "lr-too-high": [
-        (run(updates(0.5)), run(updates(0.02))),
-        # Without a single finite figure of an update: all were skipped.
-        (
-            run(lambda n: updates(0.0)(n) | NOTHING_FINITE | {"train/lr": 1e18}, options={"optimizer": "adamw"}),
-            run(lambda n: updates(0.0)(n) | NOTHING_FINITE, options={"optimizer": "adamw"}),
-        ),
-        (
-            run(lambda n: {"layers": layers(weight=1e15, update=0.0)} | NOTHING_FINITE, options={"optimizer": "sgd"}),
-            run(lambda n: {"layers": layers(weight=1.0, update=0.0)} | NOTHING_FINITE, options={"optimizer": "sgd"}),
-        ),
-        # Forced weight normalization keeps the weights at 1; after an explosion Adam's steps are small.
-        (
-            run(lambda n: {"layers": layers(weight=1.0), "train/lr": 5.0}, options={"optimizer": "adam"}),
-            run(lambda n: {"layers": layers(weight=1.0), "train/lr": 0.02}, options={"optimizer": "adam"}),
-        ),
-        # Layers with many inputs begin with small weights.
-        (
-            run(lambda n: {"layers": layers(weight=0.02), "train/lr": 0.012}, options={"optimizer": "adamw"}),
-            run(lambda n: {"layers": layers(weight=0.02), "train/lr": 0.008}, options={"optimizer": "adamw"}),
-        ),
-    ],
-    "no-warmup": [(run(updates(0.5), options={"lr_warmup_steps": 0}), run(updates(5e-3), options={"lr_warmup_steps": 0}))],
+    "lr-too-high": [(run(updates(0.5)), run(updates(0.02)))],
     "lr-too-low": [(run(updates(1e-6)), run(updates(1e-4)))],
     "overfitting": [
         (run(validation=(0.5, 0.3, 0.25, 0.3, 0.4)), run(validation=(0.5, 0.3, 0.25, 0.252, 0.255))),
@@ -262,7 +178,6 @@ CASES = {
             run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "images": 1}),
         ),
     ],
-    "ema-too-long": [(run(lambda n: {"train/ema_decay": 0.9999}), run(lambda n: {"train/ema_decay": 0.99}))],
     "samples-alike": [
         (run(evaluated(variance_ratio=1e-3)), run(evaluated(variance_ratio=0.9))),
         (run(samples=distance("raw", 0.1)), run(samples=distance("raw", 0.13))),
@@ -274,10 +189,6 @@ CASES = {
         (run(evaluated(memorisation=copies(0.6, 0.1))), run(evaluated(memorisation=copies(0.2, 0.1)))),  # data full of copies
     ],
     "samples-unlike-data": [(run(evaluated(precision=0.2)), run(evaluated(precision=0.6)))],
-    "samples-saturated": [
-        (run(samples={"ema": {"saturated": 0.4}}), run(samples={"ema": {"saturated": 0.3}})),
-        (run(samples={"ema": {"saturated": 0.4}}), run(samples={"ema": {"saturated": 0.9}, "data": {"saturated": 0.7}})),
-    ],
     "samples-lack-variety": [(run(evaluated(variance_ratio=0.5)), run(evaluated(variance_ratio=0.8)))],
     "modes-missing": [
         (run(evaluated(modes=bins([0, 120, 120, 160]))), run(evaluated(modes=bins([60, 120, 120, 100])))),
@@ -345,13 +256,12 @@ def test_early_samples_are_not_judged():
     assert codes(late) == []
 
 
-@pytest.mark.parametrize("of", [evaluated(precision=0.0), {"samples": {"ema": {"saturated": 0.9}}}])
-def test_samples_of_a_short_run_are_not_judged(of):
+def test_samples_of_a_short_run_are_not_judged():
     """120 updates of a healthy run leave samples like these."""
-    record = run(of) if callable(of) else run(**of)
-    (found,) = codes(record)
+    record = run(evaluated(precision=0.0))
+    assert codes(record) == ["samples-unlike-data"]
     record.resolved["max_train_steps"] = 120
-    assert found not in codes(record)
+    assert codes(record) == []
 
 
 def of_evaluate(step: int | None, state: str = "", time: float = 1.0, seed: int = 0, **changes) -> dict:
@@ -484,10 +394,6 @@ def test_damaged_images_are_named_and_no_warning_where_the_user_had_them_replace
     assert found.severity == "warning"
 
 
-def test_growing_gradients_are_not_a_tight_limit():
-    assert codes(run(lambda n: {"train/grad_norm": 2.0**n})) == ["gradients-exploding"]
-
-
 @pytest.mark.parametrize("length", [0, 1, 2])
 def test_a_record_of_next_to_nothing_gives_nothing(length):
     healthy = run()
@@ -563,19 +469,15 @@ def test_a_figure_that_is_not_finite_is_no_evidence(value):
         assert diagnose(record) == [], (*path, last)
 
 
-@pytest.mark.parametrize(("precision", "overflow"), [("fp16", True), ("bf16", False), ("no", False), (None, False)])
-def test_the_first_bad_update_is_named_and_overflow_is_advice_for_fp16_alone(precision, overflow):
+def test_the_first_bad_update_is_named():
     def change(number):
         return {"train/skipped_updates": float(number >= 2)} | (
             {"train/first_skipped_update": EVERY + 3} if number == 2 else {}
         )
 
     record = run(change)
-    record.resolved["mixed_precision"] = precision
     (found,) = diagnose(record)
     assert found.evidence == f"1 of 1000 updates, the first was update {EVERY + 3}" and found.step == EVERY + 3
-    assert ("overflow" in found.cause, any("bf16" in fix for fix in found.fixes)) == (overflow, overflow)
-    assert ("bf16" in advice(precision)) == overflow
     for line in record.history:
         line.pop("train/first_skipped_update", None)  # an earlier version's
     assert diagnose(record)[0].evidence.endswith(f"the first by update {2 * EVERY}")
@@ -596,7 +498,7 @@ def test_what_a_whole_run_records_is_enough_to_judge_everything():
     record.history[-1]["audit"] = {"found": [], "measured": ["target"]}
     record.history[-1] |= {"data_checks": {"judged": [*CHECKS.values()]}, "rerun": SAME}
     findings, judged = judge(record)
-    assert not findings and set(CATALOG) - judged <= {"rule-failed", OF_EDM2} | {row.code for row in ROWS}
+    assert not findings and set(CATALOG) - judged <= {"rule-failed"} | {row.code for row in ROWS}
 
 
 def test_too_little_is_not_enough_to_call_a_run_healthy():
@@ -605,7 +507,7 @@ def test_too_little_is_not_enough_to_call_a_run_healthy():
     record.history = [line for line in record.history if line["step"] <= 2 * EVERY]
     found, judged = judge(record)
     assert found == [] and {"data-alike", "schedule-leaves-signal", "non-finite", "lr-too-high"} <= judged
-    late = {"data-starved", "not-learning", "lr-too-low", "loss-unstable", "overfitting"}
+    late = {"data-starved", "lr-too-low", "loss-unstable", "overfitting"}
     assert judged.isdisjoint(late | {"samples-alike", "timestep-ignored", "sampler-mismatch"})
 
 
@@ -617,7 +519,7 @@ def test_few_samples_are_not_judged_by_their_variety():
 
 def test_a_rule_that_fails_is_not_said_to_have_judged():
     _, judged = judge(run(schedule={"alphas_cumprod": ["?"]}))
-    assert judged.isdisjoint({"schedule-leaves-signal", "not-learning"}) and "data-alike" in judged
+    assert judged.isdisjoint({"schedule-leaves-signal", "schedule-destroys-early"}) and "data-alike" in judged
 
 
 def test_a_rule_that_fails_hides_no_other_finding():

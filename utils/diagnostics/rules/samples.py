@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from utils.diagnostics.finding import SEVERITIES, Finding, Found
-from utils.diagnostics.rules.loss import has_had_a_chance
+from utils.diagnostics.rules.training import typical_update
 from utils.runs.evaluations import settings_of
 from utils.runs.record import RunRecord, finite_part
 
@@ -18,7 +18,7 @@ ALIKE = 0.02  # of the images' variance: differences of a seventh of theirs
 _MIN_EXPECTED = 20  # images: of so many expected, chance leaves fewer than a fifth with a probability of 3e-6
 _CHANCE = 1e-5
 _LEAST_GAP = 0.015  # share of the images: less is no part of the data
-_RIPE = 1000  # updates: healthy runs of 120 had samples among which no image could be, and 72 % of their pixels black or white
+_RIPE = 1000  # updates: healthy runs of 120 had samples among which no image could be
 MIN_VARIED = 100  # images: real sets of 100 gave a variance ratio above 0.74 in 4,000 of 4,000, of 20 below 0.7 in 2 of 100
 
 
@@ -84,7 +84,7 @@ def previewed_samples(record: RunRecord) -> Found:
     checks, total = record.known("data"), record.resolved.get("max_train_steps") or 0
     data = checks[-1][1] if checks else {}
     repeated = max((data.get("copies") or {}).get("share", 0.0), data.get("constant_share") or 0.0)
-    if not data.get("pairwise_distance") or repeated > 0.1 or not has_had_a_chance(record):  # a few of such data may be alike
+    if not data.get("pairwise_distance") or repeated > 0.1 or not _has_had_a_chance(record):  # a few of such data may be alike
         return
     for step, samples in record.known("samples")[-1:] if total else ():
         distances = {kind: (samples.get(kind) or {}).get("pair_distance") for kind in ("raw", "ema")}
@@ -98,22 +98,11 @@ def previewed_samples(record: RunRecord) -> Found:
             yield Finding("samples-alike", "critical", f"their distance from each other over that of the images: {said}", step)
 
 
-def saturated_samples(record: RunRecord) -> Found:
-    """Samples of which far more is black or white than of the images: the sampler is led out of their range and clips."""
-    total, options = record.resolved.get("max_train_steps") or 0, record.options
-    # A few steps of EDM2's sampler, or few updates, leave healthy networks there: 56 to 78 % after 200 updates, in 4 steps.
-    few = "prediction_type" not in options and (options.get("num_inference_steps") or 32) < 16
-    if few or total < _RIPE or not has_had_a_chance(record):
-        return
-    for step, samples in record.known("samples")[-1:] if total else ():
-        made, real = ((samples.get(kind) or {}).get("saturated") for kind in ("ema", "data"))
-        if made is None or real is None or step < 0.5 * total:
-            return
-        yield "samples-saturated"
-        # Healthy runs of 140 updates and more had at most 19 % where the images have none; a wrong sign of the target 48 %.
-        if made - real > 0.3:
-            what = f"{made:.0%} of their pixels are at the ends of the range, {real:.0%} of the images'"
-            yield Finding("samples-saturated", "warning", what, step)
+def _has_had_a_chance(record: RunRecord) -> bool:
+    """Whether the weights have gone far enough for a healthy network to have learned something of the images."""
+    moves = [(step, move or 0.0) for step, move in record.derived("layers", typical_update)]
+    path = sum(move * (step - before) for (step, move), (before, _) in zip(moves, [(0, 0.0), *moves]))
+    return path >= (0.11 if record.options.get("prediction_type") == "epsilon" else 0.55)  # as in healthy runs that had
 
 
 def collapse(figures: dict, step: int | None = None) -> list[Finding]:

@@ -1,10 +1,9 @@
-"""Findings about gradients, updates, the learning rate and the averaged weights."""
+"""Findings about gradients, updates, the learning rate and the losses."""
 
 import math
 from statistics import median
 
 from utils.diagnostics.finding import Finding, Found
-from utils.optim.ema import ema_decay
 from utils.runs.record import RunRecord
 
 
@@ -21,8 +20,7 @@ def non_finite(record: RunRecord) -> Found:
     exact = dict(zip(*record.finite("train/first_skipped_update"))).get(reported)  # runs of earlier versions have none
     first = reported if exact is None else int(exact)
     what = f"{skipped[-1]:.0f} of {steps[-1]} updates, the first {'by update' if exact is None else 'was update'} {first}"
-    precision = record.resolved.get("mixed_precision")
-    yield Finding("non-finite", "critical" if often else "warning", what, first, mixed_precision=precision)
+    yield Finding("non-finite", "critical" if often else "warning", what, first)
 
 
 def fp16_scale(record: RunRecord) -> Found:
@@ -45,46 +43,24 @@ def gradients_exploding(record: RunRecord) -> Found:
         yield Finding("gradients-exploding", "critical", f"the norm rose from {early:.3g} to {late:.3g}", steps[-1])
 
 
-def clip_too_tight(record: RunRecord) -> Found:
-    steps, norms = record.finite("train/grad_norm")
-    clips = dict(zip(*record.series("train/clip_value")))
-    ratios = sorted(norm / clips[step] for step, norm in zip(steps, norms) if clips.get(step))
-    # The usual limit of 1 meets norms from 0.01 to 10 or so, to 100 where predicted images are weighted by the SNR. Three
-    # quarters of the reports must be beyond 300: where the norms grow to that, it is they that are wrong and not the limit.
-    if len(ratios) >= 2:
-        yield "clip-too-tight"
-    if len(ratios) >= 2 and ratios[len(ratios) // 4] > 300:
-        yield Finding("clip-too-tight", "critical", f"the norm is {median(ratios):.3g} times the limit", steps[-1])
-
-
 def learning_rate(record: RunRecord) -> Found:
     """How far an update moves the weights, in units of the weights: about 1e-3 in healthy runs (Karpathy's rule of thumb)."""
-    options = record.options
-    warmup = options.get("lr_warmup_steps") or 0
+    warmup = record.options.get("lr_warmup_steps") or 0
     moves = [(step, move) for step, move in record.derived("layers", typical_update) if move is not None]
-    thrown = _rate_beside_weights(record)
     if not moves:
-        if thrown is not None:
-            yield "lr-too-high"
-            yield Finding("lr-too-high", "critical", thrown[1], thrown[0])
         return
-    yield from ("lr-too-high", "no-warmup")
+    yield "lr-too-high"
     steps, losses = record.finite("train/loss")
     if len(losses) >= MIN_LOSSES:
         yield "loss-unstable"
     top_step, top = max(moves, key=lambda pair: pair[1])
     torn = _diverged(record)
+    rose = f"the loss rose from {min(losses):.3g} to {losses[-1]:.3g}" if torn else ""
     if top > HIGHEST_UPDATE or (torn and top > HIGHEST_UPDATE / 3):
-        what = f"an update changes a typical layer by {top:.1%} (update {top_step})"
-        if torn:
-            what += f"; the loss rose from {min(losses):.3g} to {losses[-1]:.3g}"
-        if warmup < 10 and top_step <= 0.2 * (record.resolved.get("max_train_steps") or moves[-1][0]):
-            yield Finding("no-warmup", "critical", f"--lr_warmup_steps {warmup}; {what}", top_step)
+        what = f"an update changes a typical layer by {top:.1%} (update {top_step}){'; ' * torn}{rose}"
         yield Finding("lr-too-high", "critical", what, top_step)
-    elif thrown is not None:
-        yield Finding("lr-too-high", "critical", thrown[1], thrown[0])
     elif torn:
-        yield Finding("loss-unstable", "warning", f"it rose from {min(losses):.3g} to {losses[-1]:.3g}", steps[-1])
+        yield Finding("loss-unstable", "warning", rose, steps[-1])
     elif spikes := _spikes(record):
         what = f"{len(spikes)} reports stand three times above their neighbors, first at update {spikes[0]}"
         yield Finding("loss-unstable", "warning", what, spikes[-1])
@@ -96,24 +72,6 @@ def learning_rate(record: RunRecord) -> Found:
         yield Finding("lr-too-low", "warning", what, moves[-1][0])
 
 
-def _rate_beside_weights(record: RunRecord) -> tuple[int, str] | None:
-    """(when it was seen, what) of a learning rate that is far too high, whatever became of the updates: all skipped, as nothing
-    is finite any more, or tiny, as Adam divides by the gradients of the explosion.
-
-    Adam and RMSprop move each weight by about the learning rate: in healthy runs a tenth of a typical layer's weights at most.
-    Those are 1 in EDM2 and below 0.3 elsewhere to begin with: what has grown to 10 was thrown there.
-    """
-    steps, rates = record.finite("train/lr")
-    peak, sizes = max(rates, default=0.0), [size for _, size in record.derived("layers", typical_weight) if size is not None]
-    size, optimizer = max(sizes, default=1.0), record.options.get("optimizer")
-    if optimizer in ("adam", "adamw", "adamw8bit", "rmsprop") and peak > 0.5 * min(size, 1.0):
-        what = f"{optimizer} moves each weight by about the learning rate, {peak:.3g}, in each update"
-        return steps[-1], f"{what}; the weights of a typical layer are {size:.2g}"
-    if peak > 0 and size > 10.0:
-        return steps[-1], f"the weights of a typical layer have grown to {size:.3g}, with learning rates up to {peak:.3g}"
-    return None
-
-
 # An update of 1e-3 is usual; at 5 % the weights turn over in twenty updates. Below 5e-5 it takes 20,000 in one direction.
 HIGHEST_UPDATE, LOWEST_UPDATE = 0.05, 5e-5
 
@@ -122,12 +80,6 @@ def typical_update(layers: dict) -> float | None:
     """Median over the layers of change over size of the weight; None where nothing moved (the first step of a warm-up)."""
     updates = [update for _, update in _of_matrices(layers, "update") if update > 0]
     return median(updates) if updates else None
-
-
-def typical_weight(layers: dict) -> float | None:
-    """Median over the layers of the size of the weight, its root mean square."""
-    sizes = [size for _, size in _of_matrices(layers, "weight") if size > 0]
-    return median(sizes) if sizes else None
 
 
 MIN_LOSSES = 8  # of which a quarter is two
@@ -194,32 +146,42 @@ def _of_matrices(layers: dict, figure: str) -> list[tuple[str, float]]:
     return [(name, value) for name, value in named if value is not None and math.isfinite(value)]
 
 
-def ema_too_long(record: RunRecord) -> Found:
-    steps, decays = record.finite("train/ema_decay")
-    total = record.resolved.get("max_train_steps") or 0
-    measured = len(steps) >= 4
-    if not measured:
-        steps, decays = _planned_decays(record.options, total)
-    if not steps or not total:
-        return
-    yield "ema-too-long"
-    # The share of the average at the end of the run that comes from its first tenth: the product of the decays of all later
-    # updates, of which the reports are samples and the last stands for those to come.
-    start = total / 10
-    spans = [max(b - max(a, start), 0.0) for a, b in zip([0, *steps], steps)]
-    logs = [math.log(max(decay, 1e-300)) for decay in decays]
-    share = math.exp(sum(span * log for span, log in zip(spans, logs)) + max(total - max(steps[-1], start), 0) * logs[-1])
-    # The usual warm-up (power 3/4) leaves 7 % even in a run of 8 updates, and less in longer ones.
-    if share > 0.15:
-        what = f"after {total} updates {share:.0%} of it would be weights of the first tenth of the run"
-        severity = "critical" if share > 0.3 else "warning"
-        yield Finding("ema-too-long", severity, f"{what} (decay {decays[-1]:.6g})", steps[-1] if measured else None)
+# Two sets of 32 images of one kind differed by up to a quarter in how hard they are; known by heart, by a factor of 2 to 4.
+HELD_OUT_RATIO, MIN_IMAGES = 1.5, 16
 
 
-def _planned_decays(options: dict, total: int) -> tuple[list[int], list[float]]:
-    """(updates, decays at them) by the options, before reports have them; empty for other averages than the exponential one."""
-    names = ("ema_max_decay", "ema_inv_gamma", "ema_power")
-    if not (options.get("use_ema") and options.get("ema_type") == "exponential" and options.keys() >= set(names)):
-        return [], []
-    steps = [max(1, total * i // 200) for i in range(1, 201)]
-    return steps, [ema_decay(step, *(options[name] for name in names)) for step in steps]
+def overfitting(record: RunRecord) -> Found:
+    steps, validation = record.finite("validation/loss")
+    best = min(validation, default=0.0)
+    best_step = steps[validation.index(best)] if validation else 0
+    train_steps, losses = record.finite("train/loss")
+    later = [loss for step, loss in zip(train_steps, losses) if step > best_step]
+    then = [loss for step, loss in zip(train_steps, losses) if step <= best_step]
+    harder = _validation_ratio(record)
+    if len(validation) >= 3 or harder is not None:
+        yield "overfitting"
+    # Held-out loss on fixed noise moves by a per cent or so; the last two must both stand well above the best. Where training
+    # images became as hard, it is something else.
+    rose = len(validation) >= 3 and min(validation[-2:]) > 1.15 * best
+    if rose and (harder is None or harder > 1.05) and later and then and median(later[-5:]) <= median(then[-5:]):
+        what = f"held-out loss {validation[-1]:.3g} after {best:.3g} at update {best_step}"
+        what += f", training loss {median(later[-5:]):.3g}"
+        yield Finding("overfitting", "critical" if validation[-1] > 1.5 * best else "warning", what, steps[-1])
+    elif harder is not None and harder > HELD_OUT_RATIO:  # this sees it before the held-out loss rises
+        what = f"held-out images are up to {harder:.2g} times as hard as training images under the same noise"
+        yield Finding("overfitting", "warning", what, record.known("probe")[-1][0])
+
+
+def _validation_ratio(record: RunRecord) -> float | None:
+    """How much harder held-out images are, at the level where that is most, of those where the noise hides part of the image.
+
+    It is the same network under the same noise, so that only the images differ.
+    """
+    for _, probe in record.known("probe")[-1:]:
+        # Single images differ by far more than sets of them; by how much 32 do stands at HELD_OUT_RATIO.
+        if min(probe.get(name) or 0 for name in ("images", "held_out_images")) < MIN_IMAGES:
+            return None
+        trained, others = probe.get("error") or {}, probe.get("held_out_error") or {}
+        ratios = [others[t] / trained[t] for t in list(trained)[1:-1] if t in others and trained[t] > 0]
+        return max(ratios, default=None)
+    return None
