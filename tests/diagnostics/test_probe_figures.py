@@ -53,35 +53,11 @@ def test_a_network_that_ignores_the_timestep_does_not_respond_to_it():
     assert silent["timestep_response"] is None
 
 
-class Normalizes(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, noisy_images, timesteps):
-        return SimpleNamespace(sample=self.module(noisy_images))
-
-
 def test_a_network_that_looks_at_the_whole_batch_gives_it_away():
     scheduler = make_noise_scheduler()
     leaky = probe_network(Known(lambda x, t: x - x.mean(0)), scheduler, IMAGES)
     assert leaky["batch_response"] == pytest.approx(1, rel=0.2)  # alone, an image minus its mean is nothing
     assert probe_network(Known(lambda x, t: 2 * x), scheduler, IMAGES)["batch_response"] == 0
-
-
-def test_the_error_in_training_mode_has_the_dropout_and_leaves_no_trace():
-    """Dropout with probability p keeps the mean and gives a pixel x the variance x^2 p / (1 - p)."""
-    scheduler = make_noise_scheduler(prediction_type="v_prediction")
-    network = Normalizes(nn.Dropout(0.75)).eval()
-    state = torch.get_rng_state()
-    found = probe_network(network, scheduler, IMAGES)
-    assert torch.equal(torch.get_rng_state(), state) and not network.module.training
-    power = 0.25 * scheduler.alphas_cumprod[500] + 1 - scheduler.alphas_cumprod[500]
-    assert found["training_error"] == pytest.approx(found["error"]["500"] + 3 * power.item(), rel=0.05)
-    normalizes = Normalizes(nn.BatchNorm2d(1)).eval()
-    found = probe_network(normalizes, scheduler, IMAGES)
-    assert found["training_error"] != found["error"]["500"]  # the running figures are still those of an untrained one
-    assert normalizes.module.num_batches_tracked == 0 and normalizes.module.running_var == 1
 
 
 def test_sample_statistics_by_hand():

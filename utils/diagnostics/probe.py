@@ -1,8 +1,6 @@
 """Questions to a network on real images: does it see the timestep, what does it predict, how well at each noise level?"""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,7 +59,6 @@ def probe_network(
             output; 0 for a network that does not see the timestep, None for one whose output is zero
         batch_response: rms change of the first image's output at the middle timestep when it is alone in the batch, over the
             rms of the output; 0 but for rounding
-        training_error: `error` at the middle timestep in training mode, with dropout and the like
     """
     device = next((parameter.device for parameter in unet.parameters()), clean_images.device)
     batch_size = max(2, batch_size or len(clean_images))
@@ -118,8 +115,6 @@ def probe_network(
             found["timestep_response"] = (change / scale).item() if scale > 0 else None
             alone = predict(noisy_images[:1], timesteps[:1]) - prediction[:1]
             found["batch_response"] = (alone.square().mean().sqrt() / scale).item() if scale > 0 else None
-            with _training_mode(unet, device):
-                found["training_error"] = (predict(noisy_images, timesteps) - target).square().mean().item()
     return found
 
 
@@ -168,24 +163,6 @@ class _WithoutClass(nn.Module):
     def forward(self, noisy_images: torch.Tensor, timesteps: torch.Tensor) -> Any:
         no_class = torch.full((len(noisy_images),), self.num_classes, device=noisy_images.device)
         return self.unet(noisy_images, timesteps, no_class)
-
-
-@contextmanager
-def _training_mode(unet: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside it `unet` is in training mode; its modes, what it keeps of the batches that it saw, and the random numbers of the
-    device are as before afterwards."""
-    modes = [(module, module.training) for module in unet.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in unet.buffers()]
-    forked = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(forked):
-            unet.train()
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for buffer, kept in buffers:
-            buffer.copy_(kept)
 
 
 def _linear_error(alpha_cumprod: float, variance: float, prediction_type: str) -> float:
