@@ -83,7 +83,7 @@ def synthetic_run(folder: Path, *, reports: int, layers: int = 60, layer_records
             {"step": 50 + (total - 50) * k, "probe": gap | known | {"timestep_response": 0.1}} for k, gap in enumerate(gaps)
         ]
         figures = {"mean": -0.42, "std": 0.71, "saturated_share": 0.3, "pair_distance": 0.9}
-        lines.append({"step": total, "samples": {"raw": figures, "ema": figures}})
+        lines.append({"step": total, "samples": {"raw": figures, "ema": figures, "data": figures | {"mean": 0.31}}})
     start = 1772359200.0  # 2026-03-01T10:00:00+00:00
     with open(history.path, "w") as file:
         for line in sorted(lines, key=lambda line: line["step"]):

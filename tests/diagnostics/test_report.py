@@ -16,7 +16,7 @@ from PIL import Image
 from synthetic_run import synthetic_run
 
 from utils.diagnostics.report.page import number
-from utils.diagnostics.report.plots import Axis, Curve, block_of, heat_map, plot, smooth, thin, value_axis
+from utils.diagnostics.report.plots import Axis, Curve, plot, smooth, thin, value_axis
 from utils.diagnostics.report.report import run_state, seconds_spent, updates_done, write_report
 from utils.diagnostics.report.samples import picture
 from utils.runs.record import RunRecord
@@ -474,20 +474,3 @@ def test_numbers(value, text):
 def test_plots_without_points_are_no_plots():
     assert plot("T", [Curve("c", [], [])], unit="u", reading="r") == ""
     assert plot("T", [Curve("limit", [1, 2], [1.0, 1.0], "limit")], unit="u", reading="r") == ""
-    assert heat_map([1, 2], ["a"], np.full((2, 1), np.nan), unit="u") == ""
-
-
-def test_heat_map_places_each_value():
-    values = np.array([[1.0, 100.0], [1.0, math.inf], [math.nan, 10.0]])
-    html = heat_map([10, 20, 30], ["down_blocks.0.a", "mid_block.b"], values, unit="size")
-    picture = Image.open(io.BytesIO(base64.b64decode(re.search(r"base64,([^\"]*)", html)[1])))
-    pixels = np.asarray(picture.convert("RGBA"))
-    assert pixels.shape == (2, 3, 4)  # layers by time
-    assert pixels[0, 0].tolist() == [0x00, 0x22, 0x4E, 255] and pixels[1, 0].tolist() == [0xFE, 0xE8, 0x38, 255]
-    assert pixels[0, 2, 3] == 0 and pixels[1, 1, :3].tolist() == [0xE0, 0x21, 0x8A]
-    assert "down_blocks.0" in html and "mid_block" in html and "not finite" in html
-
-
-def test_blocks():
-    names = ["conv_in", "down_blocks.0.resnets.1.conv1", "time_embedding.linear_1", "mid_block.attentions.0.to_q"]
-    assert [block_of(name) for name in names] == ["conv_in", "down_blocks.0", "time_embedding", "mid_block"]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from utils.diagnostics.report.page import by_timestep
-from utils.diagnostics.report.plots import Band, Curve, folded, heat_map, plot, smooth
+from utils.diagnostics.report.plots import Band, Curve, plot, smooth
 from utils.runs.record import RunRecord
 
 SMOOTHING = 30  # the smoothed curves average over about a thirtieth of the reports
@@ -72,7 +72,7 @@ class Curves:
 
 
 def layer_figure(record: RunRecord, kind: str, title: str, unit: str, reading: str) -> str:
-    """The spread of one magnitude over the layers, with the layers that stand out, and every layer in a folded heat map."""
+    """The spread of one magnitude over the layers, with the layers that stand out. (All are in the history.)"""
     records = record.records("layers")
     if len(records) > MAX_LAYER_RECORDS:
         records = [records[i] for i in np.linspace(0, len(records) - 1, MAX_LAYER_RECORDS).round().astype(int)]
@@ -95,11 +95,7 @@ def layer_figure(record: RunRecord, kind: str, title: str, unit: str, reading: s
     few = len(names) <= 4
     chosen = list(range(len(names))) if few else _outstanding(np.where(telling, positive, np.nan), edges[1])
     curves = [
-        Curve(names[i], steps, np.where(recorded[:, i], values[:, i], np.nan), style) for style, i in enumerate(chosen, start=1)
-    ]
-    curves = [
-        Curve(c.label, np.asarray(c.steps)[recorded[:, i]], np.asarray(c.values)[recorded[:, i]], c.style)
-        for c, i in zip(curves, chosen)
+        Curve(names[i], steps[recorded[:, i]], values[recorded[:, i], i], style) for style, i in enumerate(chosen, start=1)
     ]
     notes = []
     at_zero = recorded & (values == 0) & telling & (kind != "update" or not resting)
@@ -110,7 +106,7 @@ def layer_figure(record: RunRecord, kind: str, title: str, unit: str, reading: s
             notes.append(
                 f"{len(layers)} of {len(names)} layers are {words} in the newest record: {', '.join(layers[:3])}{more}."
             )
-    figure = plot(
+    return plot(
         title,
         curves if few else [Curve(f"median of {len(names)} layers", steps, edges[1], "median"), *curves],
         unit=unit,
@@ -119,7 +115,6 @@ def layer_figure(record: RunRecord, kind: str, title: str, unit: str, reading: s
         band=None if few else Band("80 % of the layers", steps, edges[0], edges[2]),
         note=" ".join(notes),
     )
-    return folded(figure, f"All {len(names)} layers", heat_map(steps, names, np.where(broken, np.inf, positive), unit=unit))
 
 
 def _outstanding(positive: np.ndarray, median: np.ndarray) -> list[int]:

@@ -43,13 +43,12 @@ def write_report(record: RunRecord, findings: list, path: Path) -> None:
 
     Raises OSError where the disk does not take it.
     """
-    functions = (plot, bars, picture, strip, covered, evaluation_rows, figure_rows, probe_rows, profile_rows)
+    functions = (plot, bars, picture, strip, covered, evaluation_rows, figure_rows, probe_rows, profile_rows, sample_rows)
     marked = [finding for finding in findings if finding.step is not None]
     given = {
         **{function.__name__: function for function in functions},
         "curves": Curves(record),
         "layer_figure": partial(layer_figure, record),
-        "sample_rows": partial(sample_rows, record),
         "record": record,
         "findings": findings,
         "symbols": SYMBOLS,
