@@ -62,23 +62,6 @@ def _state_of(result: dict) -> tuple[float, float]:
     return math.inf if step is None else step, result["time"]
 
 
-def _judged(figures: dict, step: int | None) -> Found:
-    """Of an evaluation's figures: the codes that can be judged by them, and the findings."""
-    measured = {"variance_ratio", "precision", "rows", "modes"} <= figures.keys()
-    if not measured or "precision" not in figures.get("floor", {}):
-        return
-    found = collapse(figures, step)
-    # What stands first hides the rest, and is all that was judged.
-    codes = {finding.code for finding in found}
-    yield "samples-alike"
-    if "samples-alike" not in codes:
-        yield from ("samples-unlike-data", *(["samples-copied"] if _copies(figures) else []))
-    if codes.isdisjoint(("samples-alike", "samples-unlike-data")):
-        yield from ("modes-missing", "mode-dominates")
-        yield from ["samples-lack-variety"] if figures["rows"] >= MIN_VARIED else []
-    yield from found
-
-
 def previewed_samples(record: RunRecord) -> Found:
     """The newest preview: a look at few images, which tells whether all are one, gray or not, and nothing finer."""
     checks, total = record.known("data"), record.resolved.get("max_train_steps") or 0
@@ -105,51 +88,49 @@ def _has_had_a_chance(record: RunRecord) -> bool:
     return path >= (0.11 if record.options.get("prediction_type") == "epsilon" else 0.55)  # as in healthy runs that had
 
 
-def collapse(figures: dict, step: int | None = None) -> list[Finding]:
-    """Findings about the figures that `Evaluation.measure` gives; what was not measured is not judged."""
-    if figures["variance_ratio"] < ALIKE:
-        what = f"the variance of their features is {figures['variance_ratio']:.2g} of the real images'"
-        return [Finding("samples-alike", "critical", what, step)]
-    findings = [*_copied(figures, step), *_unlike(figures, step)]
-    if any(finding.code == "samples-unlike-data" for finding in findings):
-        return findings  # which modes they are in means nothing
-    findings += [*_variety(figures, step), *_missing(figures, step), *_dominant(figures, step)]
-    known = {finding.code for finding in findings} & {"modes-missing", "mode-dominates"}
-    return findings if known else [*findings, *_regions(figures, step)]
+def collapse(figures: dict) -> list[Finding]:
+    """Returns the findings about the figures that `Evaluation.measure` gives."""
+    return [item for item in _judged(figures, None) if isinstance(item, Finding)]
 
 
-def _copies(figures: dict) -> dict | None:
-    copies = figures.get("memorisation") or {}
-    return copies if {"images", "near_duplicates", "near_duplicates_real"} <= copies.keys() else None
-
-
-def _copied(figures: dict, step: int | None) -> Iterator[Finding]:
-    copies = _copies(figures)
-    if copies is None:
+def _judged(figures: dict, step: int | None) -> Found:
+    """Of an evaluation's figures: the codes that can be judged by them, and the findings. What stands first hides the rest."""
+    measured = {"variance_ratio", "precision", "rows", "modes"} <= figures.keys()
+    if not measured or "precision" not in figures.get("floor", {}):
         return
-    share, real = copies["near_duplicates"], copies["near_duplicates_real"]
-    # Among real images near-duplicates are a few per cent at most, unless the data is full of them.
-    if share > 0.05 + 2 * real:
-        what = (
-            f"{share:.0%} of {copies['images']} samples are near-duplicates of a training image, {real:.1%} of real images are"
-        )
-        yield Finding("samples-copied", "critical" if share > 0.5 else "warning", what, step)
-
-
-def _unlike(figures: dict, step: int | None) -> Iterator[Finding]:
-    floor = figures["floor"]["precision"]
-    # Half the variance leaves 0.6, a strong blur 0.2, noise 0.
-    if figures["precision"] < 0.4 * floor:
-        what = f"{figures['precision']:.0%} of them lie among the real images, {floor:.0%} of other real images do"
-        yield Finding("samples-unlike-data", "critical", what, step)
-
-
-def _variety(figures: dict, step: int | None) -> Iterator[Finding]:
+    yield "samples-alike"
     ratio = figures["variance_ratio"]
-    # Real sets of 900 gave 0.95 to 1.07, a mode five times too large 0.82, half the variance in the pixels 0.43 to 0.52.
-    if ratio < 0.7 and figures["rows"] >= MIN_VARIED:
-        what = f"variance {ratio:.2g} and distances {figures['distance_ratio']:.2g} of those of the real images, in features"
-        yield Finding("samples-lack-variety", "critical" if ratio < 0.3 else "warning", what, step)
+    if ratio < ALIKE:
+        what = f"the variance of their features is {ratio:.2g} of the real images'"
+        yield Finding("samples-alike", "critical", what, step)
+        return
+    yield "samples-unlike-data"
+    copies = figures.get("memorisation") or {}
+    if {"images", "near_duplicates", "near_duplicates_real"} <= copies.keys():
+        yield "samples-copied"
+        share, real = copies["near_duplicates"], copies["near_duplicates_real"]
+        # Among real images near-duplicates are a few per cent at most, unless the data is full of them.
+        if share > 0.05 + 2 * real:
+            what = f"{share:.0%} of {copies['images']} samples are near-duplicates of a training image"
+            what += f", {real:.1%} of real images are"
+            yield Finding("samples-copied", "critical" if share > 0.5 else "warning", what, step)
+    # Half the variance leaves 0.6, a strong blur 0.2, noise 0.
+    if figures["precision"] < 0.4 * figures["floor"]["precision"]:
+        among_real = f"{figures['precision']:.0%} of them lie among the real images"
+        what = f"{among_real}, {figures['floor']['precision']:.0%} of other real images do"
+        yield Finding("samples-unlike-data", "critical", what, step)
+        return  # which modes they are in means nothing
+    yield from ("modes-missing", "mode-dominates")
+    if figures["rows"] >= MIN_VARIED:
+        yield "samples-lack-variety"
+        # Real sets of 900 gave 0.95 to 1.07, a mode five times too large 0.82, half the variance in the pixels 0.43 to 0.52.
+        if ratio < 0.7:
+            what = (
+                f"variance {ratio:.2g} and distances {figures['distance_ratio']:.2g} of those of the real images, in features"
+            )
+            yield Finding("samples-lack-variety", "critical" if ratio < 0.3 else "warning", what, step)
+    of_bins = [*_missing(figures, step), *_dominant(figures, step)]
+    yield from of_bins or _regions(figures, step)
 
 
 def _bins(figures: dict) -> Iterator[tuple[str, dict]]:
