@@ -108,13 +108,6 @@ def quartile_losses(*losses: float):
     return lambda number: {f"train/loss_timestep_quartile_{i}": loss for i, loss in enumerate(losses, start=1)}
 
 
-def jumps(every: int, factor: float = 5.0, quartiles=(1, 2, 3, 4)):
-    def change(number):
-        return {f"train/loss_timestep_quartile_{i}": factor * 0.1 for i in quartiles if number % every == 0}
-
-    return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | change(number)
-
-
 def rise(factor: float, quartiles=(1, 2, 3, 4)):
     rising = {f"train/loss_timestep_quartile_{i}": 0.1 * factor for i in quartiles}
     return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | (rising if number >= 14 else {})

@@ -1,7 +1,6 @@
 """Questions to a network on real images: does it see the timestep, what does it predict, how well at each noise level?"""
 
 import math
-from typing import Any
 
 import torch
 from diffusers import DDPMScheduler, ModelMixin
@@ -118,28 +117,21 @@ def probe_network(
     return found
 
 
-def examine_network(
-    unet: ModelMixin,
-    noise_scheduler: DDPMScheduler,
-    samples: TrainingSamples,
-    validation: ImageSet,
-    knows_no_class: bool = True,
-) -> dict:
+def examine_network(unet: ModelMixin, noise_scheduler: DDPMScheduler, samples: TrainingSamples, validation: ImageSet) -> dict:
     """`probe_network` on a run's first images, and how far the network is from the best denoiser that there can be for its set.
 
     However many are looked at, a micro batch at once goes through the network, or some small images: what trains can be
     examined. The figures that need float64 are left out on a device without it (mps), and the comparison with the best denoiser
-    for a network that was never trained without a class, and for latents, which are drawn anew in each pass.
+    for a network that is told classes, and for latents, which are drawn anew in each pass.
     """
     clean_images = samples.first_images(PROBE_IMAGES).cpu()
     others = first_validation_images(validation, PROBE_IMAGES, clean_images.device, samples)
-    asked, labels = unet, (None, None)
-    if classes := classes_known(unet):
-        asked = _WithoutClass(unet, classes)
+    labels, classes = (None, None), classes_known(unet)
+    if classes:
         labels = samples.first_labels(PROBE_IMAGES), first_validation_labels(validation, PROBE_IMAGES)
     batch_size = probe_batch(samples.micro_batch_size, samples.shape)
     found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size, labels)
-    if samples.device.type != "mps" and knows_no_class and samples.encoded is None:
+    if samples.device.type != "mps" and not classes and samples.encoded is None:
         plan = GapPlan(
             timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
             seed=samples.seed,
@@ -148,21 +140,8 @@ def examine_network(
             batch_size=batch_size,
             random_flip=samples.random_flip,
         )
-        gap = denoiser_gap(asked, noise_scheduler, samples.images, validation, plan)
-        found |= gap_by_timestep(gap)
+        found |= gap_by_timestep(denoiser_gap(unet, noise_scheduler, samples.images, validation, plan))
     return found
-
-
-class _WithoutClass(nn.Module):
-    """A class-conditional UNet2DModel, asked without a class, to be compared with the best denoiser for the whole set."""
-
-    def __init__(self, unet: nn.Module, num_classes: int):
-        super().__init__()
-        self.unet, self.num_classes = unet, num_classes
-
-    def forward(self, noisy_images: torch.Tensor, timesteps: torch.Tensor) -> Any:
-        no_class = torch.full((len(noisy_images),), self.num_classes, device=noisy_images.device)
-        return self.unet(noisy_images, timesteps, no_class)
 
 
 def _linear_error(alpha_cumprod: float, variance: float, prediction_type: str) -> float:

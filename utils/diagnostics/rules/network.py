@@ -54,20 +54,11 @@ def timestep_ignored(record: RunRecord) -> Found:
         response = probe.get("timestep_response")
         # EDM2 starts with gains of zero before all that is told, and these move by the learning rate: the response was a tenth
         # of the sum of the rates, and more. Other networks that see it gave 1e-2 to 0.8. Rounding gives 1e-7.
-        if response is None or (step and _sum_of_rates(record, step) < 1e-4):  # step 0: a pipeline
+        if response is None or 0 < step < 10:  # step 0: a pipeline
             continue
         yield "timestep-ignored"
         if response < 1e-6:
             yield Finding("timestep-ignored", "critical", f"another timestep changes the output by {response:.1e} of it", step)
-
-
-def _sum_of_rates(record: RunRecord, last: int) -> float:
-    """Of the learning rates of all updates until `last`, about."""
-    total, before = 0.0, 0
-    for step, rate in zip(*record.finite("train/lr")):
-        if step <= last:
-            total, before = total + rate * (step - before), step
-    return total
 
 
 def batch_leak(record: RunRecord) -> Found:

@@ -61,9 +61,6 @@ def learning_rate(record: RunRecord) -> Found:
         yield Finding("lr-too-high", "critical", what, top_step)
     elif torn:
         yield Finding("loss-unstable", "warning", rose, steps[-1])
-    elif spikes := _spikes(record):
-        what = f"{len(spikes)} reports stand three times above their neighbors, first at update {spikes[0]}"
-        yield Finding("loss-unstable", "warning", what, spikes[-1])
     after_warmup = [move for step, move in moves if step > warmup]
     if len(after_warmup) >= 3:
         yield "lr-too-low"
@@ -101,24 +98,6 @@ def _diverged(record: RunRecord) -> bool:
 
     series = [record.finite(tag)[1] for tag in QUARTILES]
     return sum(len(losses) >= MIN_LOSSES and rose(losses) for losses in series) >= 3
-
-
-def _spikes(record: RunRecord) -> list[int]:
-    """Updates of the reports after warm-up in which the loss at most noise levels stands far above the neighboring reports.
-
-    The median over the quartiles leaves out what one hard sample does to one of them; their ratios to the neighbors leave out
-    the weights of the loss, and the slow fall. Fewer than three, or a twentieth of the reports, are accidents.
-    """
-    warmup = record.options.get("lr_warmup_steps") or 0
-    above: dict[int, list[float]] = {}
-    for tag in QUARTILES:
-        steps, losses = record.finite(tag)
-        for place, (step, loss) in enumerate(zip(steps, losses)):
-            usual = median(losses[max(0, place - 4) : place + 5])
-            if step > warmup and usual > 0:
-                above.setdefault(step, []).append(loss / usual)
-    spikes = [step for step, ratios in above.items() if len(ratios) >= 3 and median(ratios) > 3.0]
-    return spikes if len(spikes) >= max(3, 0.05 * len(above)) else []
 
 
 def weights_shrinking(record: RunRecord) -> Found:
