@@ -177,8 +177,7 @@ CASES = {
     "samples-alike": [
         (run(evaluated(variance_ratio=1e-3)), run(evaluated(variance_ratio=0.9))),
         (run(samples=distance("raw", 0.1)), run(samples=distance("raw", 0.13))),
-        (run(samples=distance("ema", 0.1)), run(updates(1e-4), samples=distance("ema", 0.1))),  # that hardly moved
-        (run(samples=distance("raw", 0.0)), run(samples=distance("raw", 0.0), data={"constant_share": 0.2})),
+        (run(samples=distance("ema", 0.1)), run(samples=distance("ema", 0.1) | distance("data", 0.1))),
     ],
     "samples-copied": [
         (run(evaluated(memorisation=copies(0.2, 0.01))), run(evaluated(memorisation=copies(0.03, 0.0)))),

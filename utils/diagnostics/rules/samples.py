@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 
 from utils.diagnostics.finding import SEVERITIES, Finding, Found
-from utils.diagnostics.rules.training import typical_update
 from utils.runs.evaluations import settings_of
 from utils.runs.record import RunRecord, finite_part
 
@@ -64,28 +63,18 @@ def _state_of(result: dict) -> tuple[float, float]:
 
 def previewed_samples(record: RunRecord) -> Found:
     """The newest preview: a look at few images, which tells whether all are one, gray or not, and nothing finer."""
-    checks, total = record.known("data"), record.resolved.get("max_train_steps") or 0
-    data = checks[-1][1] if checks else {}
-    repeated = max((data.get("copies") or {}).get("share", 0.0), data.get("constant_share") or 0.0)
-    if not data.get("pairwise_distance") or repeated > 0.1 or not _has_had_a_chance(record):  # a few of such data may be alike
-        return
-    for step, samples in record.known("samples")[-1:] if total else ():
-        distances = {kind: (samples.get(kind) or {}).get("pair_distance") for kind in ("raw", "ema")}
-        ratios = {kind: d / data["pairwise_distance"] for kind, d in distances.items() if d is not None and math.isfinite(d)}
-        alike = {kind: ratio for kind, ratio in ratios.items() if ratio**2 < ALIKE}
-        if step >= 0.5 * total and ratios:
-            yield "samples-alike"
+    total = record.resolved.get("max_train_steps") or 0
+    for step, samples in record.known("samples")[-1:] if total >= _RIPE else ():
+        distances = {kind: (samples.get(kind) or {}).get("pair_distance") for kind in ("raw", "ema", "data")}
+        real = distances.pop("data")
+        ratios = {kind: distance / real for kind, distance in distances.items() if real and distance is not None}
         # Before half of the run samples are not meant to be good; healthy ones that were judged after that had 0.7 to 1.3.
-        if step >= 0.5 * total and alike:
+        if step < 0.5 * total or not ratios:
+            return
+        yield "samples-alike"
+        if alike := {kind: ratio for kind, ratio in ratios.items() if ratio**2 < ALIKE}:
             said = ", ".join(f"{ratio:.2g} ({kind} weights)" for kind, ratio in alike.items())
             yield Finding("samples-alike", "critical", f"their distance from each other over that of the images: {said}", step)
-
-
-def _has_had_a_chance(record: RunRecord) -> bool:
-    """Whether the weights have gone far enough for a healthy network to have learned something of the images."""
-    moves = [(step, move or 0.0) for step, move in record.derived("layers", typical_update)]
-    path = sum(move * (step - before) for (step, move), (before, _) in zip(moves, [(0, 0.0), *moves]))
-    return path >= (0.11 if record.options.get("prediction_type") == "epsilon" else 0.55)  # as in healthy runs that had
 
 
 def collapse(figures: dict) -> list[Finding]:
