@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from utils.diagnostics.report.page import by_timestep
-from utils.diagnostics.report.plots import Band, Curve, plot, smooth
+from utils.diagnostics.report.plots import Curve, plot, smooth
 from utils.runs.record import RunRecord
 
 SMOOTHING = 30  # the smoothed curves average over about a thirtieth of the reports
@@ -90,7 +90,7 @@ def layer_figure(record: RunRecord, kind: str, title: str, unit: str, reading: s
     steps = np.array([step for step, _ in records])
     edges = np.full((3, len(records)), np.nan)
     if rows.any():
-        edges[:, rows] = np.nanpercentile(positive[rows], (10, 50, 90), axis=1)
+        edges[:, rows] = np.nanpercentile(positive[rows], (20, 50, 80), axis=1)
     telling = np.array([not name.endswith(WITHOUT_EFFECT) for name in names])
     few = len(names) <= 4
     chosen = list(range(len(names))) if few else _outstanding(np.where(telling, positive, np.nan), edges[1])
@@ -106,15 +106,10 @@ def layer_figure(record: RunRecord, kind: str, title: str, unit: str, reading: s
             notes.append(
                 f"{len(layers)} of {len(names)} layers are {words} in the newest record: {', '.join(layers[:3])}{more}."
             )
-    return plot(
-        title,
-        curves if few else [Curve(f"median of {len(names)} layers", steps, edges[1], "median"), *curves],
-        unit=unit,
-        scale="log",
-        reading=reading,
-        band=None if few else Band("80 % of the layers", steps, edges[0], edges[2]),
-        note=" ".join(notes),
-    )
+    styles = {"80 % of the layers are above": "raw", f"median of {len(names)} layers": "median", "80 % are below": "raw"}
+    spread = [Curve(label, steps, edge, style) for (label, style), edge in zip(styles.items(), edges)]
+    curves = curves if few else spread + curves
+    return plot(title, curves, unit=unit, scale="log", reading=reading, note=" ".join(notes))
 
 
 def _outstanding(positive: np.ndarray, median: np.ndarray) -> list[int]:

@@ -35,16 +35,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Band:
-    """The region between two curves, drawn behind them; `low` and `high` share `steps`."""
-
-    label: str
-    steps: Numbers
-    low: Numbers
-    high: Numbers
-
-
-@dataclass(frozen=True)
 class Axis:
     """The range [low, high], low < high, on a linear or a logarithmic scale (then low > 0)."""
 
@@ -166,7 +156,6 @@ def plot(
     unit: str,
     reading: str,
     scale: str = "auto",
-    band: Band | None = None,
     marks: Sequence[tuple[float, str]] = (),
     x_label: str = "update",
     note: str = "",
@@ -177,7 +166,7 @@ def plot(
     if not any(curve.style != "limit" for curve in curves):
         return ""
     lines = [(curve, *thin(curve.steps, curve.values)) for curve in curves]
-    drawn = np.concatenate([values for _, _, values in lines] + ([np.asarray(band.low), np.asarray(band.high)] if band else []))
+    drawn = np.concatenate([values for _, _, values in lines])
     finite = drawn[np.isfinite(drawn)]
     axis = value_axis(finite if len(finite) else np.array([0.0, 1.0]), scale if len(finite) else "linear")
     all_steps = np.concatenate([steps for _, steps, _ in lines])
@@ -190,9 +179,6 @@ def plot(
             x = _coordinate(time_axis.position(step))
             paths.append({"kind": "mark", "d": f"M{x} 0V{SIZE}", "title": text})
     legend: list[dict[str, str]] = []
-    if band:
-        paths.append({"kind": "band", "d": _band_path(band, time_axis, axis)})
-        legend.append({"kind": "band", "label": band.label})
     for curve, steps, values in lines:
         height = axis.position(np.where(np.isfinite(values), values, np.nan))
         line, dots = _line_path(time_axis.position(steps), 1 - np.minimum(height, 1.0))
@@ -282,20 +268,6 @@ def _line_path(x: np.ndarray, y: np.ndarray) -> tuple[str, str]:
     line = "".join(f"M{piece[0]}" + (f"L{' '.join(piece[1:])}" if piece[1:] else "") for piece in pieces if piece)
     dots = "".join(f"M{point}h0" for piece in pieces if few or len(piece) == 1 for point in piece)
     return line, dots
-
-
-def _band_path(band: Band, time_axis: Axis, axis: Axis) -> str:
-    """One closed outline for each stretch where both edges are finite."""
-    x = time_axis.position(band.steps)
-    low, high = (1 - np.minimum(axis.position(edge), 1.0) for edge in (band.low, band.high))
-    good = np.isfinite(low) & np.isfinite(high)
-    outline = ""
-    for stretch in np.split(np.arange(len(x)), np.flatnonzero(np.diff(good.astype(int))) + 1):
-        if len(stretch) and good[stretch[0]]:
-            there = [f"{_coordinate(x[i])} {_coordinate(high[i])}" for i in stretch]
-            back = [f"{_coordinate(x[i])} {_coordinate(low[i])}" for i in stretch[::-1]]
-            outline += f"M{' '.join(there + back)}Z"
-    return outline
 
 
 def bars(title: str, rows: Sequence[tuple[str, float]], *, unit: str, reading: str) -> str:
