@@ -18,7 +18,6 @@ from synthetic_run import synthetic_run
 from utils.diagnostics.report.page import number
 from utils.diagnostics.report.plots import Axis, Curve, plot, smooth, thin, value_axis
 from utils.diagnostics.report.report import run_state, seconds_spent, updates_done, write_report
-from utils.diagnostics.report.samples import picture
 from utils.runs.record import RunRecord
 
 VOID = {"meta", "link", "img", "br", "hr", "input", "wbr", "path"}
@@ -94,36 +93,16 @@ def run(tmp_path) -> Path:
     return synthetic_run(tmp_path / "run", reports=60)
 
 
-ALL_TITLES = (
-    *(
-        "Findings",
-        "Loss",
-        "Training and validation loss",
-        "Loss by timestep",
-        "Gradient norm",
-        "Learning rate",
-        "Activations",
-        "Weights",
-        "Gradients",
-    ),
-    *(
-        "Updates",
-        "Distance from raw to EMA weights",
-        "EMA decay",
-        "Speed",
-        "Images per second",
-        "Waiting for data",
-        "After 3,000 updates",
-    ),
-    *("Over time", "From noise to image", "Figures of the samples after 3,000 updates", "Gap to the ideal denoiser"),
-    *("Checks on a real batch", "Check of the data at the start", "Pixels that the network is trained on"),
-    *("Set for this run", "What followed from them"),
-)
+ALL_TITLES = """Findings, Loss, Training and validation loss, Loss by timestep, Gradient norm, Learning rate, Activations
+Weights, Gradients, Updates, Distance from raw to EMA weights, EMA decay, Speed, Images per second, Waiting for data, After 3000 updates
+Over time, From noise to image, Figures of the samples after 3000 updates, Gap to the ideal denoiser, Checks on a real batch
+Check of the data at the start, Pixels that the network is trained on, Set for this run, What followed from them"""
 
 
 def test_a_full_run_has_every_section_in_order(run):
     html, page = report_of(run, [Finding()])
-    positions = [page.titles.index(title) for title in ALL_TITLES]
+    titles = [title.replace(",", "") for title in page.titles]
+    positions = [titles.index(title) for title in re.split(r", |\n", ALL_TITLES)]
     assert positions == sorted(positions)
     for words in ("run", "3,000 of 3,000 updates", "Finished", "720k parameters", "bf16", "cuda:0", "1.25 GiB", "4 min 0 s"):
         assert words in page.text
@@ -261,33 +240,6 @@ def test_how_often_a_run_was_resumed(run, resumed, words):
     assert re.search(rf"Resumed</dt><dd>{words}</dd>", report_of(run)[0])
 
 
-def test_nothing_but_nan(run):
-    def spoil(line):
-        line = {key: "nan" if isinstance(value, float) and key != "time" else value for key, value in line.items()}
-        return {key: {} if isinstance(value, dict) else value for key, value in line.items()}
-
-    rewrite(run, spoil)
-    _, page = report_of(run)
-    assert "at 60 points" in page.text
-
-
-@pytest.mark.slow
-def test_ten_thousand_reports_stay_small(tmp_path):
-    folder = synthetic_run(tmp_path / "run", reports=10_000, layers=300, layer_records=30)
-
-    def spike(line):
-        return line | {"train/loss": 7.7} if line["step"] == 250_050 else line
-
-    rewrite(folder, spike)
-    html, _ = report_of(folder)
-    assert len(html) < 3_000_000
-    raw = re.search(r'class="line raw dense" data-label="each report" d="([^"]*)"', html)[1]
-    points = [tuple(map(float, pair)) for pair in re.findall(r"([\d.]+) ([\d.]+)", raw)]
-    assert len(points) < 1600
-    highest = min(points, key=lambda point: point[1])
-    assert highest[0] == pytest.approx(500, abs=1)  # the spike in the middle of the run is there
-
-
 def test_no_clipping_draws_no_line(run):
     assert "clipped to" in report_of(run)[1].text
     rewrite(run, lambda line: line | {"train/clip_value": 0.0} if "train/loss" in line else line)
@@ -317,15 +269,6 @@ def test_large_pictures_become_small_ones(run):
     html, page = report_of(run)
     assert 500_000 < len(html) < 5_000_000
     assert any(address.startswith("data:image/jpeg") for address in page.addresses)
-
-
-def test_a_picture_keeps_within_its_bytes(tmp_path):
-    Image.effect_noise((900, 300), 90).save(tmp_path / "a.png")
-    html = picture(tmp_path / "a.png", "noise", (20_000, 600))
-    content = base64.b64decode(re.search(r"base64,([^\"]*)", html)[1])
-    assert len(content) <= 20_000
-    width, height = Image.open(io.BytesIO(content)).size
-    assert 100 < width < 600 and width / height == pytest.approx(3, rel=0.05)
 
 
 def test_small_pictures_are_kept_as_they_are(run):
@@ -452,23 +395,10 @@ def test_a_rare_spike_does_not_flatten_the_rest():
     assert min(heights) == 0  # drawn to the edge, not out of the plot
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0208, "0.0208"),
-        (2e-5, "2e-5"),
-        (1.25e-12, "1.25e-12"),
-        (0, "0"),
-        (-0.5, "-0.5"),
-        (999.9, "1k"),
-        (1500, "1.5k"),
-        (35_700_000, "35.7M"),
-        (1e30, "1e30"),
-        (math.nan, "nan"),
-    ],
-)
-def test_numbers(value, text):
-    assert number(value) == text
+def test_numbers():
+    texts = {0.0208: "0.0208", 2e-5: "2e-5", 1.25e-12: "1.25e-12", 0: "0", -0.5: "-0.5", 999.9: "1k", 1500: "1.5k"}
+    texts |= {35_700_000: "35.7M", 1e30: "1e30", math.inf: "inf"}
+    assert {value: number(value) for value in texts} == texts
 
 
 def test_plots_without_points_are_no_plots():

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from diffusers.configuration_utils import FrozenDict
 from test_data_check import image_set
 from test_memory_plan import SHAPE, peak
-from test_probe_figures import Known
+from test_probe import Known
 from torch import nn
 
 import utils.training.memory_plan
