@@ -72,9 +72,7 @@ def synthetic_run(folder: Path, *, reports: int, layers: int = 60, layer_records
             lines.append({"step": step, "layers": rows})
     levels = range(0, 1000, 100)
     gaps = [{"ideal_denoiser_gap": {str(t): (0.02 + 0.3 / k) * math.exp(-t / 300) for t in levels}} for k in (1, 4)]
-    known = {
-        name: {str(t): math.exp(-t / 300) for t in levels} for name in ("error", "linear_error", "output_std", "target_std")
-    }
+    known = {name: {str(t): math.exp(-t / 300) for t in levels} for name in ("error", "linear_error")}
     if reports:
         lines.insert(
             0, {"step": 0, "data": {"images": 1797, "duplicates": 3, "constant_share": 0.0, "mean": [0.31], "std": [0.6]}}

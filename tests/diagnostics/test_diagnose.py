@@ -199,16 +199,6 @@ def test_json_is_valid_whatever_the_figures(tmp_path, capsys):
     assert json.loads(output, parse_constant=refuse)["probe"]["error"]["500"] == "inf"
 
 
-def test_the_doctor_looks_at_data_alone(train, flags, capsys, tmp_path):
-    cache = flags[flags.index("--cache_dir") + 1]
-    common = ["--dataset_name", "digits", "--resolution", "16", "--image_channels", "1", "--cache_dir", cache]
-    status, output = run_doctor(capsys, *common, "--json")
-    assert status == 0 and {finding["severity"] for finding in json.loads(output)["findings"]} <= {"info"}
-    assert {"class-imbalance", "data-alike", "data-blank", "data-damaged", "data-channels"} <= set(
-        json.loads(output)["healthy"]
-    )
-
-
 @pytest.mark.parametrize("cache_images", ["yes", "no"])
 def test_damaged_blank_and_small_files_of_a_folder_are_named(capsys, tmp_path, cache_images):
     chance = np.random.default_rng(0)

@@ -1,4 +1,3 @@
-import base64
 import io
 import json
 import math
@@ -17,7 +16,7 @@ from synthetic_run import synthetic_run
 
 from utils.diagnostics.report.page import number
 from utils.diagnostics.report.plots import Axis, Curve, plot, smooth, thin, value_axis
-from utils.diagnostics.report.report import run_state, seconds_spent, updates_done, write_report
+from utils.diagnostics.report.report import run_state, seconds_spent, write_report
 from utils.runs.record import RunRecord
 
 VOID = {"meta", "link", "img", "br", "hr", "input", "wbr", "path"}
@@ -93,16 +92,17 @@ def run(tmp_path) -> Path:
     return synthetic_run(tmp_path / "run", reports=60)
 
 
-ALL_TITLES = """Findings, Loss, Training and validation loss, Loss by timestep, Gradient norm, Learning rate, Activations
-Weights, Gradients, Updates, Distance from raw to EMA weights, EMA decay, Speed, Images per second, Waiting for data, After 3000 updates
-Over time, From noise to image, Figures of the samples after 3000 updates, Gap to the ideal denoiser, Checks on a real batch
-Check of the data at the start, Pixels that the network is trained on, Set for this run, What followed from them"""
+ALL_TITLES = """Findings, Loss, Training and validation loss, Loss by timestep, Gradient norm, Learning rate, Activations,
+Weights, Gradients, Updates, Distance from raw to EMA weights, EMA decay, Speed, Images per second, Waiting for data, After
+3000 updates, Over time, From noise to image, Figures of the samples after 3000 updates, Gap to the ideal denoiser,
+Checks on a real batch, Check of the data at the start, Pixels that the network is trained on, Set for this run, What
+followed from them"""
 
 
 def test_a_full_run_has_every_section_in_order(run):
     html, page = report_of(run, [Finding()])
     titles = [title.replace(",", "") for title in page.titles]
-    positions = [titles.index(title) for title in re.split(r", |\n", ALL_TITLES)]
+    positions = [titles.index(title) for title in " ".join(ALL_TITLES.split()).split(", ")]
     assert positions == sorted(positions)
     for words in ("run", "3,000 of 3,000 updates", "Finished", "720k parameters", "bf16", "cuda:0", "1.25 GiB", "4 min 0 s"):
         assert words in page.text
@@ -116,7 +116,7 @@ def test_a_full_run_has_every_section_in_order(run):
     assert re.search(r"--resolution</code></td><td[^>]*>16</td><td[^>]*>preset digits16", html)
     assert html.index("All other flags") < html.index("--seed</code>")
     # every plot says what healthy is, names its unit and its horizontal axis
-    assert html.count('class="frame"') == 16
+    assert html.count('class="frame"') == 15
     for figure in re.findall(r'<figure class="plot">.*?</figure>', html, re.S):
         if 'class="frame"' in figure:
             assert "Healthy:" in figure and 'class="y-label"' in figure and 'class="x-label"' in figure
@@ -196,7 +196,6 @@ def test_what_is_not_finite_is_marked(run):
         if "layers" in line and line["step"] > 2000:
             names = list(line["layers"])
             line["layers"][names[3]]["activation"] = "nan"
-            line["layers"][names[4]]["gradient"] = 0.0
         if "probe" in line:
             line["probe"]["ideal_denoiser_gap"]["300"] = "nan"
         return line
@@ -209,27 +208,8 @@ def test_what_is_not_finite_is_marked(run):
     smoothed = re.search(r'class="line s1" data-label="smoothed" d="([^"]*)"', loss)[1]
     assert smoothed.count("M") == 2  # the line breaks where there is no value
     assert "1 of 60 layers are not finite in the newest record: conv_in.resnets.3.conv1" in page.text
-    assert "1 of 60 layers are at zero in the newest record: conv_in.resnets.4.conv1" in page.text
     drawn = "".join(re.findall(r' d="([^"]*)"', html))
     assert "nan" not in drawn and "inf" not in drawn
-
-
-def test_layers_that_rest_because_the_learning_rate_has_ended_are_no_finding(run):
-    last = json.loads((run / "history.jsonl").read_text().splitlines()[-1])["step"]
-
-    def at_rest(rate: float):
-        def spoil(line):
-            if "train/lr" in line and line["step"] == last:
-                line["train/lr"] = rate
-            for row in line.get("layers", {}).values():
-                row["update"] = 0.0
-            return line
-
-        rewrite(run, spoil)
-        return report_of(run)[1].text
-
-    assert "layers are at zero in the newest record" in at_rest(1e-3)
-    assert "layers are at zero in the newest record" not in at_rest(4e-10)
 
 
 @pytest.mark.parametrize(("resumed", "words"), [(1, "once"), (2, "2 times")])
@@ -269,12 +249,6 @@ def test_large_pictures_become_small_ones(run):
     html, page = report_of(run)
     assert 500_000 < len(html) < 5_000_000
     assert any(address.startswith("data:image/jpeg") for address in page.addresses)
-
-
-def test_small_pictures_are_kept_as_they_are(run):
-    _, page = report_of(run)
-    grid = base64.b64encode((run / "samples" / "0003000.png").read_bytes()).decode()
-    assert sum(address.endswith(grid) for address in page.addresses) == 7  # the newest and a strip of six
 
 
 def test_nothing_is_loaded_from_elsewhere(run):
@@ -327,19 +301,6 @@ def test_time_spent_leaves_out_the_pauses():
 )
 def test_state(exit_status, done, words):
     assert run_state(RunRecord(Path("."), exit_status=exit_status), done, 100)[0] == words
-
-
-def test_updates_done_of_a_run_without_history(tmp_path):
-    for name in ("checkpoint-300", "checkpoint-1200", "samples/0001500.png", "samples/0001500-path.png"):
-        (tmp_path / name).mkdir(parents=True)
-    assert updates_done(RunRecord(tmp_path)) == 1500
-
-
-def test_record_reads_how_the_run_was_started(run):
-    (run / "exit_status").write_text("75\n")
-    record = RunRecord.read(run)
-    assert record.command.startswith("train_ddpm.py --learning_rate") and record.exit_status == 75
-    assert record.starts == ["2026-03-01T10:00:00+00:00"] and record.git_commit == "0123abcd"
 
 
 # ---- plots

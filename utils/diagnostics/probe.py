@@ -51,7 +51,6 @@ def probe_network(
         held_out_error: the same on `validation_images` under the same noise, where they are given
         linear_error: the same of the best predictor that only scales its input (the Wiener gain for white images with the
             batch's variance); a network at or above it has learned nothing yet at that noise level
-        output_std, target_std: timestep -> standard deviation
         errors_as: prediction type -> timestep -> mean squared error if that is what the network predicts, over the target's
             mean square: 1 for a network whose output is zero
         timestep_response: rms change of the output at the middle timestep when another timestep is told, over the rms of the
@@ -79,8 +78,6 @@ def probe_network(
         "error": {},
         "held_out_error": {},
         "linear_error": {},
-        "output_std": {},
-        "target_std": {},
         "errors_as": {name: {} for name in PREDICTION_TYPES},
     }
     for place, step in enumerate(steps):
@@ -91,8 +88,6 @@ def probe_network(
         prediction = predict(noisy_images, timesteps)
         found["error"][str(step)] = (prediction - target).square().mean().item()
         found["linear_error"][str(step)] = _linear_error(alphas_cumprod[step], variance, noise_scheduler.config.prediction_type)
-        found["output_std"][str(step)] = prediction.std().item()
-        found["target_std"][str(step)] = target.std().item()
         if validation_images is not None and len(validation_images):
             count = min(len(validation_images), len(noise))
             others, noise_of_others, their_steps = validation_images[:count], noise[:count], timesteps[:count]

@@ -110,14 +110,7 @@ def _header(record: RunRecord, findings: list) -> dict[str, Any]:
 
 
 def updates_done(record: RunRecord) -> int:
-    """From the history; of a run that kept none, from what it saved."""
-    saved = (
-        path.stem.removeprefix("checkpoint-")
-        for pattern in ("checkpoint-*", "samples/*")
-        for path in record.output_dir.glob(pattern)
-    )
-    steps = [entry["step"] for entry in record.history] or [int(name) for name in saved if name.isdigit()]
-    return max(steps, default=0)
+    return max((entry["step"] for entry in record.history), default=0)
 
 
 def run_state(record: RunRecord, done: int, total: int) -> tuple[str, str]:

@@ -68,13 +68,6 @@ class Facts:
         self.require(self.use_ema and self.ema_type == "exponential")
         return ema_decay(update, self.ema_max_decay, self.ema_inv_gamma, self.ema_power)
 
-    @property
-    def spreads(self) -> tuple[float, float]:
-        """(standard deviation, root mean square) of the images in [-1, 1]; without and with the mean."""
-        variance = sum(value**2 for value in self.std) / len(self.std)
-        square = sum(value**2 for value in self.mean) / len(self.mean)
-        return math.sqrt(variance), math.sqrt(variance + square)
-
 
 def warm_up(run: Facts) -> tuple[float, dict]:
     run.require(run.lr_scheduler != "constant")  # which has none
@@ -137,7 +130,8 @@ def ema_short(run: Facts) -> tuple[float, dict]:
 
 def sigma_data(run: Facts) -> tuple[float, dict]:
     run.require(not run.has("vae"))
-    deviation, size = run.spreads
+    deviation, mean = (math.sqrt(sum(value**2 for value in values) / len(values)) for values in (run.std, run.mean))
+    size = math.hypot(deviation, mean)  # the root mean square of the images in [-1, 1]
     times = max(run.sigma_data / size, deviation / run.sigma_data) if size > 0 and deviation > 0 else 0.0
     return times, {"deviation": deviation}
 
