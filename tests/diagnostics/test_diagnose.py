@@ -22,17 +22,8 @@ from utils.runs.history import HISTORY, read_history
 
 @pytest.fixture(scope="module")
 def flags(tiny_flags) -> list[str]:
-    return [
-        *tiny_flags,
-        "--max_train_steps",
-        "60",
-        "--logging_steps",
-        "10",
-        "--lr_warmup_steps",
-        "10",
-        "--train_batch_size",
-        "16",
-    ]
+    short = "--max_train_steps 60 --logging_steps 10 --lr_warmup_steps 10 --train_batch_size 16"
+    return [*tiny_flags, *short.split()]
 
 
 def codes(folder: Path) -> list[str]:

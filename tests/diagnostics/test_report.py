@@ -4,7 +4,6 @@ import math
 import os
 import re
 import shutil
-from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from conftest import same_bytes
 from PIL import Image
 from synthetic_run import synthetic_run
 
+from utils.diagnostics.finding import Finding
 from utils.diagnostics.report.page import number
 from utils.diagnostics.report.plots import Axis, Curve, plot, smooth, thin, value_axis
 from utils.diagnostics.report.report import run_state, seconds_spent, write_report
@@ -22,16 +22,15 @@ from utils.runs.record import RunRecord
 VOID = {"meta", "link", "img", "br", "hr", "input", "wbr", "path"}
 
 
-@dataclass
-class Finding:
-    code: str = "lr-too-high"
-    severity: str = "critical"
-    title: str = "The learning rate is too high"
-    evidence: str = "The gradient norm rose from 0.2 to 4.8."
-    cause: str = "Updates overshoot."
-    fixes: list = field(default_factory=lambda: ["--learning_rate 5e-4"])
-    step: int | None = 100
-    picture: str = ""
+def finding(text: str = "") -> Finding:
+    """One with all texts; each of them `text` where that is given."""
+    code, severity, evidence = (text or word for word in ("lr-too-high", "critical", "The norm rose from 0.2 to 4.8."))
+    texts = {
+        "title": text or "The rate is high",
+        "cause": text or "Updates overshoot.",
+        "fixes": [text or "--learning_rate 5e-4"],
+    }
+    return Finding(code, severity, evidence, 100, **texts)
 
 
 class Page(HTMLParser):
@@ -100,13 +99,13 @@ followed from them"""
 
 
 def test_a_full_run_has_every_section_in_order(run):
-    html, page = report_of(run, [Finding()])
+    html, page = report_of(run, [finding()])
     titles = [title.replace(",", "") for title in page.titles]
     positions = [titles.index(title) for title in " ".join(ALL_TITLES.split()).split(", ")]
     assert positions == sorted(positions)
     for words in ("run", "3,000 of 3,000 updates", "Finished", "720k parameters", "bf16", "cuda:0", "1.25 GiB", "4 min 0 s"):
         assert words in page.text
-    for words in ("The learning rate is too high", "rose from 0.2", "Updates overshoot.", "--learning_rate", "critical"):
+    for words in ("The rate is high", "rose from 0.2", "Updates overshoot.", "--learning_rate", "critical"):
         assert words in page.text
     assert html.count('class="mark"') == 1  # the finding's update in the plot of the loss
     assert "train_ddpm.py --learning_rate 2e-3 --dataset_name digits" in page.text
@@ -183,8 +182,7 @@ def test_text_is_escaped(tmp_path):
         return line
 
     rewrite(folder, spoil)
-    finding = Finding(code=evil, severity=evil, title=evil, evidence=evil, cause=evil, fixes=[evil])
-    html, page = report_of(folder, [finding])
+    html, page = report_of(folder, [finding(evil)])
     assert page.tags.count("script") == 1
     assert evil not in html and page.text.count(evil) > 10
 
@@ -252,7 +250,7 @@ def test_large_pictures_become_small_ones(run):
 
 
 def test_nothing_is_loaded_from_elsewhere(run):
-    html, page = report_of(run, [Finding()])
+    html, page = report_of(run, [finding()])
     assert page.addresses and all(address.startswith(("#", "data:")) for address in page.addresses)
     assert "http://" not in html and "https://" not in html and "@import" not in html and "url(" not in html
     assert {address[1:] for address in page.addresses if address.startswith("#")} == set(page.ids)
@@ -270,7 +268,7 @@ def test_the_page_is_complete_or_absent(run, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full_disk)
     with pytest.raises(OSError, match="no space"):
-        write_report(RunRecord.read(run), [Finding()], run / "report.html")
+        write_report(RunRecord.read(run), [finding()], run / "report.html")
     assert same_bytes(run / "report.html", before)
     assert not list(run.glob(".report*"))
 
