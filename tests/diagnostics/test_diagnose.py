@@ -135,7 +135,7 @@ def test_the_exit_status_is_of_the_severity_asked_for(tmp_path, capsys, monkeypa
 
 
 def test_findings_are_counted_and_a_few_reports_are_said_to_be(tmp_path, capsys, monkeypatch):
-    found = [Finding("lr-too-high", "critical", "a"), Finding("no-warmup", "warning", "b"), Finding("data-blank", "info", "c")]
+    found = [Finding("lr-too-high", "critical", "a"), Finding("lr-too-low", "warning", "b"), Finding("data-blank", "info", "c")]
     monkeypatch.setattr("utils.diagnostics.diagnose.judge", lambda record: (found, set()))
     _, output = run_doctor(capsys, synthetic_run(tmp_path / "run", reports=3, samples=0))
     assert "\n\n1 critical, 1 warning, 1 for information\nFAIL  lr-too-high: " in output
