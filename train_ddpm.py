@@ -104,8 +104,7 @@ class DDPM(Objective):
         return guided(self.exported, scaled, timestep, labels, self.options.guidance, no_class=no_class)
 
     def probe(self, data: TrainingData) -> dict:
-        knows_no_class = not self.classes or self.options.label_dropout > 0
-        return examine_network(self.exported, self.noise_scheduler, data.samples, data.validation, knows_no_class)
+        return examine_network(self.exported, self.noise_scheduler, data.samples, data.validation)
 
     def schedule(self) -> dict:
         return describe_schedule(self.noise_scheduler)

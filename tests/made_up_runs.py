@@ -72,8 +72,6 @@ PROBE = {
     "held_out_images": 32,
     "timestep_response": 0.1,
     "batch_response": 1e-6,
-    "training_error": 0.11,
-    "target_std": {"0": 1.0, "100": 1.0, "500": 1.0, "900": 1.0, "999": 1.0},
     "error": {"0": 1.0, "100": 0.2, "500": 0.1, "900": 0.05, "999": 0.05},
     "held_out_error": {"0": 1.0, "100": 0.22, "500": 0.11, "900": 0.05, "999": 0.05},
 }
@@ -107,13 +105,6 @@ def distance(kind: str, value: float) -> dict:
 
 def quartile_losses(*losses: float):
     return lambda number: {f"train/loss_timestep_quartile_{i}": loss for i, loss in enumerate(losses, start=1)}
-
-
-def jumps(every: int, factor: float = 5.0, quartiles=(1, 2, 3, 4)):
-    def change(number):
-        return {f"train/loss_timestep_quartile_{i}": factor * 0.1 for i in quartiles if number % every == 0}
-
-    return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | change(number)
 
 
 def rise(factor: float, quartiles=(1, 2, 3, 4)):

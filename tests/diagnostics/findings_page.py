@@ -13,11 +13,7 @@ def tables() -> list[str]:
     from utils.diagnostics.finding import CATALOG
     from utils.diagnostics.rules.options import ROWS
 
-    findings = []
-    for code, entry in CATALOG.items():
-        more = {name: [f"in fp16: {text}"] for name, text in entry.get("fp16", {}).items()}
-        cause, fixes = [entry["cause"], *more.get("cause", [])], [*entry["fixes"], *more.get("fix", [])]
-        findings.append([f"`{code}`", entry["title"], "; ".join(cause), "; ".join(fixes)])
+    findings = [[f"`{code}`", entry["title"], entry["cause"], "; ".join(entry["fixes"])] for code, entry in CATALOG.items()]
     options = []
     for row in ROWS:
         texts = CATALOG[row.code][row.figure.__name__]

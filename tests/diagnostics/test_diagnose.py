@@ -1,7 +1,6 @@
 """diagnose.py and the doctor in the loop, on runs that the training script made."""
 
 import json
-import re
 from pathlib import Path
 
 import findings_page
@@ -17,23 +16,14 @@ import utils.diagnostics.probe
 import utils.training.doctor
 from benchmarks.shared.replace import replace_everywhere
 from utils.core.errors import UserError
-from utils.diagnostics.finding import CATALOG, Finding
+from utils.diagnostics.finding import Finding
 from utils.runs.history import HISTORY, read_history
 
 
 @pytest.fixture(scope="module")
 def flags(tiny_flags) -> list[str]:
-    return [
-        *tiny_flags,
-        "--max_train_steps",
-        "60",
-        "--logging_steps",
-        "10",
-        "--lr_warmup_steps",
-        "10",
-        "--train_batch_size",
-        "16",
-    ]
+    short = "--max_train_steps 60 --logging_steps 10 --lr_warmup_steps 10 --train_batch_size 16"
+    return [*tiny_flags, *short.split()]
 
 
 def codes(folder: Path) -> list[str]:
@@ -145,7 +135,7 @@ def test_the_exit_status_is_of_the_severity_asked_for(tmp_path, capsys, monkeypa
 
 
 def test_findings_are_counted_and_a_few_reports_are_said_to_be(tmp_path, capsys, monkeypatch):
-    found = [Finding("lr-too-high", "critical", "a"), Finding("no-warmup", "warning", "b"), Finding("data-blank", "info", "c")]
+    found = [Finding("lr-too-high", "critical", "a"), Finding("lr-too-low", "warning", "b"), Finding("data-blank", "info", "c")]
     monkeypatch.setattr("utils.diagnostics.diagnose.judge", lambda record: (found, set()))
     _, output = run_doctor(capsys, synthetic_run(tmp_path / "run", reports=3, samples=0))
     assert "\n\n1 critical, 1 warning, 1 for information\nFAIL  lr-too-high: " in output
@@ -200,16 +190,6 @@ def test_json_is_valid_whatever_the_figures(tmp_path, capsys):
     assert json.loads(output, parse_constant=refuse)["probe"]["error"]["500"] == "inf"
 
 
-def test_the_doctor_looks_at_data_alone(train, flags, capsys, tmp_path):
-    cache = flags[flags.index("--cache_dir") + 1]
-    common = ["--dataset_name", "digits", "--resolution", "16", "--image_channels", "1", "--cache_dir", cache]
-    status, output = run_doctor(capsys, *common, "--json")
-    assert status == 0 and {finding["severity"] for finding in json.loads(output)["findings"]} <= {"info"}
-    assert {"class-imbalance", "data-alike", "data-blank", "data-damaged", "data-channels"} <= set(
-        json.loads(output)["healthy"]
-    )
-
-
 @pytest.mark.parametrize("cache_images", ["yes", "no"])
 def test_damaged_blank_and_small_files_of_a_folder_are_named(capsys, tmp_path, cache_images):
     chance = np.random.default_rng(0)
@@ -247,16 +227,6 @@ def test_a_reader_that_has_seen_enough_is_no_crash(tmp_path):
     command = [*script_command("diagnose.py", [run]), "|", "head", "-1", ";", "exit", "${PIPESTATUS[0]}"]
     result = run_command(["bash", "-c", " ".join(command)], script_environment())
     assert result.returncode in (0, 1) and without_progress(result.stderr) == [], result.stderr
-
-
-def test_titles_name_no_amount_that_the_figures_may_contradict():
-    """A title is the same for all figures: 16 of 52 images are not most of them."""
-    amounts = re.compile(r"\b(most|many|few|half|nearly all|hardly)\b(?! to\b)")
-    assert [
-        title
-        for title in (entry["title"] for entry in CATALOG.values())
-        if amounts.search(title.replace("too many", "")) and "too few" not in title
-    ] == ["nearly all of every gradient is clipped away"]  # 299 of 300 parts and more
 
 
 def test_every_finding_and_every_comparison_of_options_is_documented():

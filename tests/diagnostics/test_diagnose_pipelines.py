@@ -42,20 +42,10 @@ def cache(tmp_path_factory) -> str:
 def ask(cache, capsys):
     """Asks about a pipeline on the digits: (exit status, what was printed as JSON)."""
 
-    def ask(pipeline: Path, *flags: str) -> tuple[int, dict]:
+    def ask(pipeline: Path) -> tuple[int, dict]:
         capsys.readouterr()
-        arguments = [
-            "--pipeline",
-            str(pipeline),
-            "--dataset_name",
-            "digits",
-            "--cache_dir",
-            cache,
-            "--probe_images",
-            "8",
-            "--json",
-        ]
-        status = diagnose.main(diagnose.parse_args([*arguments, *flags]))
+        data = ["--dataset_name", "digits", "--cache_dir", cache, "--probe_images", "8"]
+        status = diagnose.main(diagnose.parse_args(["--pipeline", str(pipeline), *data, "--json"]))
         return status, json.loads(capsys.readouterr().out)
 
     return ask

@@ -93,10 +93,3 @@ def test_a_report_is_one_transfer(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(len(tensor)) or plain(tensor))
     dynamics.report()
     assert len(transfers) == 1
-
-
-def test_nothing_is_reported_of_updates_that_were_not_wanted():
-    model = network()
-    dynamics = Dynamics(model)
-    train(model, dynamics, wanted=False)
-    assert dynamics.report() == ({}, {})

@@ -15,10 +15,8 @@ from made_up_runs import (
     copies,
     distance,
     evaluated,
-    jumps,
     layers,
     linear_schedule,
-    quartile_losses,
     report,
     rise,
     run,
@@ -31,10 +29,9 @@ from steady_doctor import words
 from steady_doctor.found import Found
 from utils.diagnostics.data_checks.checks import CHECKS
 from utils.diagnostics.diagnose import RULES, diagnose, judge
-from utils.diagnostics.finding import CATALOG, SEVERITIES, Finding
+from utils.diagnostics.finding import CATALOG
 from utils.diagnostics.rules.audit import looks, measured
 from utils.diagnostics.rules.options import ROWS
-from utils.optim.nonfinite import advice
 from utils.runs.record import RunRecord
 
 
@@ -51,11 +48,6 @@ def looked_at(code: str, found: bool) -> RunRecord:
     return record
 
 
-NOTHING_FINITE = {"train/loss": math.nan, "train/grad_norm": math.nan} | {
-    f"train/loss_timestep_quartile_{i}": math.nan for i in (1, 2, 3, 4)
-}
-
-
 def ranks(compute: list[float], data_of_the_first: float) -> RunRecord:
     """A run on several processes, with the seconds that each computes, and the first waits for data."""
     times = {"compute": compute, "data": [data_of_the_first] + [0.01] * (len(compute) - 1), "collectives": [0.0] * len(compute)}
@@ -65,7 +57,6 @@ def ranks(compute: list[float], data_of_the_first: float) -> RunRecord:
 
 
 SAME = {"outcome": "same", "stage": "weights", "ranks": [0]}
-OF_EDM2 = "worse-than-none"
 
 
 PENALTY = Found("gradient-penalty", 2, {"count": 7, "factor": 0.5})
@@ -79,18 +70,6 @@ def audited(found: tuple[Found, ...] = (), stages: tuple[str, ...] = (), **more)
         record.history.append({"step": step, "audit": audit | more})
     record.history.sort(key=lambda line: line["step"])
     return record
-
-
-def v_errors(last: float) -> dict:
-    """Of a probe of a network that predicts v; images have a variance of 0.31 around their mean."""
-    return {"prediction_type": "v_prediction", "errors_as": {}, "error": {"0": 1.0, "500": 0.1, "999": last}}
-
-
-def edm2_run(loss: float, other: float = 0.1) -> RunRecord:
-    """Its weighted loss at sigma 0.5, `other` at 1; a network that answers 0 has 1 there. At 40, hardly trained, all is off."""
-    losses = {"0.5": loss, "1": other, "40": 9.0}
-    options = {"sigma_data": 0.8, "P_mean": -0.6, "P_std": 1.2}
-    return run(probe={"weighted_loss": losses}, options=options)
 
 
 # code -> (a run that must show it, one that just must not)
@@ -164,52 +143,8 @@ CASES = {
     ],
     "weights-shrinking": [(run(sizes(0.01)), run(sizes(0.05)))],
     "loss-unstable": [
-        (run(jumps(4)), run(jumps(15))),
-        (run(jumps(4)), run(jumps(4, factor=2.5))),
-        (run(jumps(4)), run(jumps(4, quartiles=(1,)))),
         (run(rise(4.0)), run(rise(2.5))),
         (run(rise(4.0, quartiles=(1, 2, 4))), run(rise(4.0, quartiles=(1, 2)))),
-    ],
-    "not-learning": [
-        (edm2_run(1.0, other=1.0), edm2_run(1.0, other=0.7)),
-        (run(quartile_losses(1.1, 1.0, 0.97, 1.0)), run(quartile_losses(1.1, 1.0, 0.7, 1.0))),
-        (
-            run(quartile_losses(1.0, 1.0, 1.0, 1.0)),
-            run(lambda n: quartile_losses(1, 1, 1, 1)(n) | {"layers": layers(update=6e-5)}),
-        ),
-        # stuck near a constant, or just come there; and below it and still learning, from a network that began far off
-        (run(quartile_losses(0.92, 0.92, 0.92, 0.92)), run(lambda n: quartile_losses(*[0.85 + 1.6 / n] * 4)(n))),
-        (run(lambda n: quartile_losses(*[0.9 + 1.6 / n] * 4)(n)), run(lambda n: quartile_losses(*[0.86 + 1.6 / n] * 4)(n))),
-        # V is 0.8^2 x 0.7^2 = 0.31; where the SNR is above 1, in the first quartile, the loss is weighted
-        (
-            run(quartile_losses(99, 0.3, 0.3, 0.3), options={"prediction_type": "sample"}),
-            run(quartile_losses(99, 0.2, 0.3, 0.3), options={"prediction_type": "sample"}),
-        ),
-        # and for v the error falls from 1 to V with the noise
-        (
-            run(quartile_losses(0.9, 0.6, 0.4, 0.3), options={"prediction_type": "v_prediction"}),
-            run(quartile_losses(0.9, 0.6, 0.25, 0.3), options={"prediction_type": "v_prediction"}),
-        ),
-        (
-            run(quartile_losses(1, 1, 1, 1)),
-            run(quartile_losses(1, 1, 1, 1), options={"prediction_type": "v_prediction", "snr_gamma": 5.0}),
-        ),
-    ],
-    "error-impossible": [
-        (run(probe={"error": {"0": 0.01, "999": 0.05}}), run(probe={"error": {"0": 0.05, "999": 0.05}})),
-        (run(probe=v_errors(0.1)), run(probe=v_errors(0.2))),
-        (run(probe=v_errors(0.1)), run(probe=v_errors(0.1), data={"shape": [3, 64, 64]})),  # where enough pixels show something
-    ],
-    "worse-than-none": [(edm2_run(1.4), edm2_run(0.9))],
-    "train-eval-gap": [
-        (run(probe={"training_error": 0.3}), run(probe={"training_error": 0.15})),
-        (run(probe={"training_error": 0.04}), run(probe={"training_error": 0.09})),
-        (run(options={"dropout": 0.9}), run(options={"dropout": 0.3})),
-        (run(quartile_losses(0.1, 0.05, 0.06, 0.1)), run(quartile_losses(0.1, 0.1, 0.05, 0.1))),
-        (
-            run(quartile_losses(0.1, 0.05, 0.06, 0.1)),
-            run(quartile_losses(0.1, 0.05, 0.06, 0.1), options={"snr_gamma": 5.0, "prediction_type": "sample"}),
-        ),
     ],
     "batch-leak": [(run(probe={"batch_response": 0.3}), run(probe={"batch_response": 1e-3}))],
     "no-gradient": [(run(network={"cut": ["conv"]}), run())],
@@ -218,33 +153,10 @@ CASES = {
         (run(lambda n: {"train/skipped_updates": 40.0 * n, "train/bad_updates_in_a_row": 9.0}), run()),
     ],
     "fp16-scale-collapse": [(run(lambda n: {"train/loss_scale": 2.0 ** (16 - n)}), run(lambda n: {"train/loss_scale": 64.0}))],
-    "clip-too-tight": [(run(lambda n: {"train/clip_value": 1e-3}), run(lambda n: {"train/clip_value": 0.01}))],
     "gradients-exploding": [
         (run(lambda n: {"train/grad_norm": 1.6**n}), run(lambda n: {"train/grad_norm": 1.1**n})),
     ],
-    "lr-too-high": [
-        (run(updates(0.5)), run(updates(0.02))),
-        # Without a single finite figure of an update: all were skipped.
-        (
-            run(lambda n: updates(0.0)(n) | NOTHING_FINITE | {"train/lr": 1e18}, options={"optimizer": "adamw"}),
-            run(lambda n: updates(0.0)(n) | NOTHING_FINITE, options={"optimizer": "adamw"}),
-        ),
-        (
-            run(lambda n: {"layers": layers(weight=1e15, update=0.0)} | NOTHING_FINITE, options={"optimizer": "sgd"}),
-            run(lambda n: {"layers": layers(weight=1.0, update=0.0)} | NOTHING_FINITE, options={"optimizer": "sgd"}),
-        ),
-        # Forced weight normalization keeps the weights at 1; after an explosion Adam's steps are small.
-        (
-            run(lambda n: {"layers": layers(weight=1.0), "train/lr": 5.0}, options={"optimizer": "adam"}),
-            run(lambda n: {"layers": layers(weight=1.0), "train/lr": 0.02}, options={"optimizer": "adam"}),
-        ),
-        # Layers with many inputs begin with small weights.
-        (
-            run(lambda n: {"layers": layers(weight=0.02), "train/lr": 0.012}, options={"optimizer": "adamw"}),
-            run(lambda n: {"layers": layers(weight=0.02), "train/lr": 0.008}, options={"optimizer": "adamw"}),
-        ),
-    ],
-    "no-warmup": [(run(updates(0.5), options={"lr_warmup_steps": 0}), run(updates(5e-3), options={"lr_warmup_steps": 0}))],
+    "lr-too-high": [(run(updates(0.5)), run(updates(0.02)))],
     "lr-too-low": [(run(updates(1e-6)), run(updates(1e-4)))],
     "overfitting": [
         (run(validation=(0.5, 0.3, 0.25, 0.3, 0.4)), run(validation=(0.5, 0.3, 0.25, 0.252, 0.255))),
@@ -262,22 +174,16 @@ CASES = {
             run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "images": 1}),
         ),
     ],
-    "ema-too-long": [(run(lambda n: {"train/ema_decay": 0.9999}), run(lambda n: {"train/ema_decay": 0.99}))],
     "samples-alike": [
         (run(evaluated(variance_ratio=1e-3)), run(evaluated(variance_ratio=0.9))),
         (run(samples=distance("raw", 0.1)), run(samples=distance("raw", 0.13))),
-        (run(samples=distance("ema", 0.1)), run(updates(1e-4), samples=distance("ema", 0.1))),  # that hardly moved
-        (run(samples=distance("raw", 0.0)), run(samples=distance("raw", 0.0), data={"constant_share": 0.2})),
+        (run(samples=distance("ema", 0.1)), run(samples=distance("ema", 0.1) | distance("data", 0.1))),
     ],
     "samples-copied": [
         (run(evaluated(memorisation=copies(0.2, 0.01))), run(evaluated(memorisation=copies(0.03, 0.0)))),
         (run(evaluated(memorisation=copies(0.6, 0.1))), run(evaluated(memorisation=copies(0.2, 0.1)))),  # data full of copies
     ],
     "samples-unlike-data": [(run(evaluated(precision=0.2)), run(evaluated(precision=0.6)))],
-    "samples-saturated": [
-        (run(samples={"ema": {"saturated": 0.4}}), run(samples={"ema": {"saturated": 0.3}})),
-        (run(samples={"ema": {"saturated": 0.4}}), run(samples={"ema": {"saturated": 0.9}, "data": {"saturated": 0.7}})),
-    ],
     "samples-lack-variety": [(run(evaluated(variance_ratio=0.5)), run(evaluated(variance_ratio=0.8)))],
     "modes-missing": [
         (run(evaluated(modes=bins([0, 120, 120, 160]))), run(evaluated(modes=bins([60, 120, 120, 100])))),
@@ -325,12 +231,6 @@ def test_ranks_that_are_slow_in_turn_are_healthy():
     assert "in data" in diagnose(ranks([1.0, 1.0], 0.9))[0].evidence
 
 
-@pytest.mark.parametrize(("compared", "said"), [("bits", "other bits"), ("sizes", "a size that is more than 10 % off")])
-def test_what_was_compared_between_ranks_is_said(compared, said):
-    rerun = SAME | {"outcome": "ranks differ", "compared": compared}
-    assert diagnose(run(lambda n: {"rerun": rerun}))[0].evidence.startswith(f"rank 0 gives {said}, beside its neighbor")
-
-
 @pytest.mark.parametrize(("device", "wait", "found"), [("cpu", 0.4, True), ("cuda:0", 0.7, False), ("cuda:0", 0.9, True)])
 def test_a_host_that_waits_while_a_gpu_works_is_no_starved_device(device, wait, found):
     record = run(lambda n: {"perf/data_wait": wait})
@@ -338,20 +238,13 @@ def test_a_host_that_waits_while_a_gpu_works_is_no_starved_device(device, wait, 
     assert codes(record) == ["data-starved"] * found
 
 
-def test_early_samples_are_not_judged():
-    late = run(evaluated(precision=0.0))
-    assert codes(late) == ["samples-unlike-data"]
-    late.history[:] = [record for record in late.history if record["step"] < 0.4 * late.resolved["max_train_steps"]]
-    assert codes(late) == []
-
-
-@pytest.mark.parametrize("of", [evaluated(precision=0.0), {"samples": {"ema": {"saturated": 0.9}}}])
-def test_samples_of_a_short_run_are_not_judged(of):
+@pytest.mark.parametrize("sick", [run(evaluated(precision=0.0)), run(samples=distance("raw", 0.01))])
+def test_samples_of_a_short_run_and_of_the_first_half_are_not_judged(sick):
     """120 updates of a healthy run leave samples like these."""
-    record = run(of) if callable(of) else run(**of)
-    (found,) = codes(record)
-    record.resolved["max_train_steps"] = 120
-    assert found not in codes(record)
+    assert len(codes(sick)) == 1
+    for total in (2100, 120):
+        sick.resolved["max_train_steps"] = total
+        assert codes(sick) == []
 
 
 def of_evaluate(step: int | None, state: str = "", time: float = 1.0, seed: int = 0, **changes) -> dict:
@@ -397,17 +290,11 @@ def test_of_evaluations_of_several_states_the_newest_state_counts(results, found
         assert f"so in {wrong} of 2 evaluations" in findings[0].evidence
 
 
-def test_previews_of_the_first_half_are_not_judged():
-    early = run(samples=distance("raw", 0.01))
-    assert codes(early) == ["samples-alike"]
-    (preview,) = (record for record in early.history if "samples" in record)
-    preview["step"] = int(0.49 * early.resolved["max_train_steps"])
-    assert codes(early) == []
-
-
 def test_a_network_is_not_called_blind_to_the_timestep_before_it_could_learn_to_see():
     """EDM2 starts blind: gains of zero stand before all that is told, and no gradient comes through them."""
-    assert "timestep-ignored" not in codes(run(lambda n: {"train/lr": 5e-8}, probe={"timestep_response": 0.0}))
+    record = run(probe={"timestep_response": 0.0})
+    record.history = [{**line, "step": 5} if "probe" in line else line for line in record.history]
+    assert "timestep-ignored" not in codes(record)
 
 
 def test_a_healthy_run_has_no_finding():
@@ -456,13 +343,6 @@ def test_every_finding_of_the_catalog_can_be_made():
     assert set(CASES) | {row.code for row in ROWS} == set(CATALOG)  # for the rows see test_options.py
 
 
-def test_findings_come_the_most_severe_first():
-    sick = run(lambda n: {"perf/data_wait": 0.9, "data/max": 255.0}, data={"copies": {"share": 0.2}})
-    severities = [SEVERITIES.index(finding.severity) for finding in diagnose(sick)]
-    assert severities == sorted(severities)
-    assert codes(sick)[0] == "data-range"
-
-
 def test_causes_come_before_what_follows_from_them():
     torn = run(lambda n: {"train/grad_norm": 1.6**n, "layers": layers(update=0.5)})
     assert codes(torn).index("lr-too-high") < codes(torn).index("gradients-exploding")
@@ -482,32 +362,6 @@ def test_damaged_images_are_named_and_no_warning_where_the_user_had_them_replace
     assert found.severity == severity and found.evidence.count("cats/3.png: image file is truncated") == 3
     (found,) = diagnose(run(data={"damaged": damaged | {"share": 0.06}}, options={"on_bad_image": choice}))
     assert found.severity == "warning"
-
-
-def test_growing_gradients_are_not_a_tight_limit():
-    assert codes(run(lambda n: {"train/grad_norm": 2.0**n})) == ["gradients-exploding"]
-
-
-@pytest.mark.parametrize("length", [0, 1, 2])
-def test_a_record_of_next_to_nothing_gives_nothing(length):
-    healthy = run()
-    assert diagnose(RunRecord(Path("run"), history=[r for r in healthy.history if "train/loss" in r][:length])) == []
-    assert diagnose(RunRecord(Path("run"), history=[{"step": 1}] * length)) == []
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0])
-def test_no_value_of_a_figure_makes_the_rules_fail(value):
-    def broken(item):
-        if isinstance(item, dict):
-            return {key: broken(inner) if key != "step" else inner for key, inner in item.items()}
-        if isinstance(item, list):
-            return [broken(inner) for inner in item]
-        return value if isinstance(item, float) else item
-
-    record = run(validation=(0.5, 0.3, 0.25, 0.3, 0.4))
-    record.history = [broken(line) for line in record.history]
-    for finding in diagnose(record):
-        assert isinstance(finding, Finding) and finding.line
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -563,19 +417,15 @@ def test_a_figure_that_is_not_finite_is_no_evidence(value):
         assert diagnose(record) == [], (*path, last)
 
 
-@pytest.mark.parametrize(("precision", "overflow"), [("fp16", True), ("bf16", False), ("no", False), (None, False)])
-def test_the_first_bad_update_is_named_and_overflow_is_advice_for_fp16_alone(precision, overflow):
+def test_the_first_bad_update_is_named():
     def change(number):
         return {"train/skipped_updates": float(number >= 2)} | (
             {"train/first_skipped_update": EVERY + 3} if number == 2 else {}
         )
 
     record = run(change)
-    record.resolved["mixed_precision"] = precision
     (found,) = diagnose(record)
     assert found.evidence == f"1 of 1000 updates, the first was update {EVERY + 3}" and found.step == EVERY + 3
-    assert ("overflow" in found.cause, any("bf16" in fix for fix in found.fixes)) == (overflow, overflow)
-    assert ("bf16" in advice(precision)) == overflow
     for line in record.history:
         line.pop("train/first_skipped_update", None)  # an earlier version's
     assert diagnose(record)[0].evidence.endswith(f"the first by update {2 * EVERY}")
@@ -596,7 +446,7 @@ def test_what_a_whole_run_records_is_enough_to_judge_everything():
     record.history[-1]["audit"] = {"found": [], "measured": ["target"]}
     record.history[-1] |= {"data_checks": {"judged": [*CHECKS.values()]}, "rerun": SAME}
     findings, judged = judge(record)
-    assert not findings and set(CATALOG) - judged <= {"rule-failed", OF_EDM2} | {row.code for row in ROWS}
+    assert not findings and set(CATALOG) - judged <= {"rule-failed"} | {row.code for row in ROWS}
 
 
 def test_too_little_is_not_enough_to_call_a_run_healthy():
@@ -605,7 +455,7 @@ def test_too_little_is_not_enough_to_call_a_run_healthy():
     record.history = [line for line in record.history if line["step"] <= 2 * EVERY]
     found, judged = judge(record)
     assert found == [] and {"data-alike", "schedule-leaves-signal", "non-finite", "lr-too-high"} <= judged
-    late = {"data-starved", "not-learning", "lr-too-low", "loss-unstable", "overfitting"}
+    late = {"data-starved", "lr-too-low", "loss-unstable", "overfitting"}
     assert judged.isdisjoint(late | {"samples-alike", "timestep-ignored", "sampler-mismatch"})
 
 
@@ -615,14 +465,10 @@ def test_few_samples_are_not_judged_by_their_variety():
     assert found == [] and "samples-lack-variety" not in judged and "modes-missing" in judged
 
 
-def test_a_rule_that_fails_is_not_said_to_have_judged():
-    _, judged = judge(run(schedule={"alphas_cumprod": ["?"]}))
-    assert judged.isdisjoint({"schedule-leaves-signal", "not-learning"}) and "data-alike" in judged
-
-
-def test_a_rule_that_fails_hides_no_other_finding():
-    record = run(lambda n: {"data/max": 255.0}, schedule={"alphas_cumprod": ["?"]})
-    assert codes(record)[0] == "data-range"
+def test_a_rule_that_fails_hides_no_other_finding_and_is_not_said_to_have_judged():
+    found, judged = judge(run(lambda n: {"data/max": 255.0}, schedule={"alphas_cumprod": ["?"]}))
+    assert [finding.code for finding in found] == ["data-range", "rule-failed"]  # the most severe first
+    assert "schedule-leaves-signal" not in judged and "data-alike" in judged
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
 figures = check_data(images, seed=0)      # images: an ImageSet; the result can be written as JSON
 
-Figures only, no verdicts. Pixels are meant after scaling to [-1, 1]. Memory holds one chunk of images, whatever the size
-of the set, and what is read is bounded, so that a million images cost as much as two hundred thousand.
+Figures only, no verdicts. Pixels are meant after scaling to [-1, 1]. Memory holds one chunk of images and a thumbnail of each,
+and what is read is bounded, so that a million images cost as much as two hundred thousand.
 """
 
 import hashlib
@@ -30,6 +30,7 @@ _THUMBNAIL = 8  # pixels
 _LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, which JPEG keeps better than the colors
 _CHUNK_BYTES = 2**20  # of pixels; eight times as much as float64
 _SIZES_SAMPLE = 256
+_COMPARED = 64  # images at once, with all others
 _MAX_COUNTS = 1000  # classes whose counts are listed
 _NAMED = 5  # images of a kind whose rows or files are listed
 
@@ -81,7 +82,7 @@ def check_data(
     limit = min(max_images, max(1, max_bytes // image_bytes)) if images.cached else sample
     nearby = images.nearby(limit, seed)
     read = _choose(seed, "data check", len(images), limit) if nearby is None else nearby
-    sampled = read[_choose(seed, "data check sample", len(read), sample)]
+    sampled = _choose(seed, "data check sample", len(read), sample)
     figures = {"images": len(images), "shape": list(images.shape), "max_value": images.max_value, "images_read": len(read)}
     return {
         **figures,
@@ -101,7 +102,7 @@ def _choose(seed: int, purpose: str, total: int, count: int) -> np.ndarray:
 
 
 def _pixel_figures(images: ImageSet, read: np.ndarray, sampled: np.ndarray, chunk: int) -> dict:
-    nearest = _Nearest(images, sampled, chunk)
+    thumbnails: list[torch.Tensor] = []
     sums, squares = torch.zeros(2, *images.shape, dtype=torch.float64)
     hashes, lows, highs = (np.empty(len(read), dtype) for dtype in (np.uint64, np.int64, np.int64))
     for start in range(0, len(read), chunk):
@@ -114,7 +115,7 @@ def _pixel_figures(images: ImageSet, read: np.ndarray, sampled: np.ndarray, chun
         values = pixels.double()
         sums += values.sum(0)
         squares += values.square_().sum(0)
-        nearest.compare(read[part], hashes[part], gray_thumbnails(pixels, images.max_value))
+        thumbnails.append(gray_thumbnails(pixels, images.max_value))
 
     whole = images.shown(read) == read  # the others are copies that the set made, instead of images that cannot be decoded
     constant = read[(lows == highs) & whole]
@@ -136,7 +137,7 @@ def _pixel_figures(images: ImageSet, read: np.ndarray, sampled: np.ndarray, chun
         "pairwise_distance": distance / half if count > 1 else None,
         "variety": distance / math.sqrt(2 * variance) if count > 1 and lows.min() < highs.max() else None,
         "copies": _copy_figures(images, read[whole], hashes[whole], (highs - lows)[whole] > images.max_value / 16),
-        "near_copies": nearest.figures(),
+        "near_copies": _near_copies(images, read, sampled, hashes, torch.cat(thumbnails).double()),
     }
 
 
@@ -173,50 +174,31 @@ def _copy_figures(images: ImageSet, read: np.ndarray, hashes: np.ndarray, varied
     }
 
 
-class _Nearest:
-    """For each sampled image the nearest other one, in thumbnails, among those shown to `compare`."""
-
-    def __init__(self, images: ImageSet, sampled: np.ndarray, chunk: int):
-        self.images, self.sampled = images, sampled
-        thumbnails, hashes = [], []
-        for start in range(0, len(sampled), chunk):
-            pixels = images.fetch(sampled[start : start + chunk])
-            hashes.append(_hashes(pixels.reshape(len(pixels), -1)))
-            thumbnails.append(gray_thumbnails(torch.from_numpy(pixels), images.max_value))
-        self.thumbnails, self.hashes = torch.cat(thumbnails), torch.from_numpy(np.concatenate(hashes).view(np.int64))
-        self.found, self.nearest = self.thumbnails.clone(), torch.full((len(sampled),), -1)
-        self.score = torch.full((len(sampled),), math.inf, dtype=torch.float64)
-
-    def compare(self, indices: np.ndarray, hashes: np.ndarray, thumbnails: torch.Tensor) -> None:
-        # |a - b|^2 without |a|^2, which is the same for all b; of faint images a small difference of large numbers.
-        wide = thumbnails.double()
-        scores = torch.addmm(wide.square().sum(1), self.thumbnails.double(), wide.T, alpha=-2)
-        hashes = torch.from_numpy(hashes.view(np.int64))
-        equal = torch.isin(hashes, self.hashes).nonzero()[:, 0]
-        for_equal = scores[:, equal]  # itself and its exact copies are no near-copies
-        scores[:, equal] = for_equal.masked_fill_(self.hashes[:, None] == hashes[equal], math.inf)
-        score, place = scores.min(1)
-        better = score < self.score
-        self.score[better] = score[better]
-        self.found[better] = thumbnails[place[better]]
-        self.nearest[better] = torch.from_numpy(indices)[place[better]]
-
-    def figures(self) -> dict | None:
-        contrast = self.thumbnails.double().std(1, correction=0)
-        usable = (contrast > 0) & (self.nearest >= 0)
-        if not usable.any():
-            return None
-        differences = (self.thumbnails.double() - self.found.double())[usable]  # anew: the scores are of products
-        distances = differences.square().mean(1).sqrt() / contrast[usable]
-        closest = int(distances.argmin())
-        pair = [int(self.sampled[usable.numpy()][closest]), int(self.nearest[usable][closest])]
-        return {
-            "images": len(distances),
-            "share": float((distances < NEAR_COPY_DISTANCE).double().mean()),
-            "distance_median": float(distances.median()),
-            "threshold": NEAR_COPY_DISTANCE,
-            "rows": _dataset_rows(self.images, pair),
-        }
+def _near_copies(
+    images: ImageSet, read: np.ndarray, asked: np.ndarray, hashes: np.ndarray, thumbnails: torch.Tensor
+) -> dict | None:
+    """For each of the images `read[asked]` the nearest other one of `read`, in thumbnails float64 [read, pixels]."""
+    contrast = thumbnails[asked].std(1, correction=0)
+    asked, contrast = asked[(contrast > 0).numpy()], contrast[contrast > 0]
+    _, first, own = np.unique(hashes, return_index=True, return_inverse=True)  # exact copies are no near-copies
+    if len(asked) == 0 or len(first) < 2:
+        return None
+    known, nearest = thumbnails[first], np.empty(len(asked), np.int64)
+    squares = known.square().sum(1)
+    for start in range(0, len(asked), _COMPARED):
+        part = asked[start : start + _COMPARED]
+        scores = torch.addmm(squares, thumbnails[part], known.T, alpha=-2)  # |a - b|^2 without |a|^2, the same for all b
+        scores[range(len(part)), own[part]] = math.inf
+        nearest[start : start + _COMPARED] = first[scores.argmin(1)]
+    relative = (thumbnails[asked] - thumbnails[nearest]).square().mean(1).sqrt() / contrast
+    closest = int(relative.argmin())
+    return {
+        "images": len(relative),
+        "share": float((relative < NEAR_COPY_DISTANCE).double().mean()),
+        "distance_median": float(relative.median()),
+        "threshold": NEAR_COPY_DISTANCE,
+        "rows": _dataset_rows(images, read[[asked[closest], nearest[closest]]]),
+    }
 
 
 def _dataset_rows(images: ImageSet, indices: Indices) -> list[int]:

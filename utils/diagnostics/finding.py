@@ -3,7 +3,7 @@
 import json
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ class Finding:
     severity: str  # of SEVERITIES
     evidence: str
     step: int | None = None
-    mixed_precision: InitVar[str | None] = None  # of the run, where the advice depends on it
     declared: str = ""  # what the stage should do, where it was measured
     observed: str = ""
     picture: str = ""  # its path in the folder of the run, where there is one
@@ -33,14 +32,12 @@ class Finding:
     cause: str = ""
     fixes: list[str] = field(default_factory=list)
 
-    def __post_init__(self, mixed_precision: str | None):
+    def __post_init__(self):
         if self.title:
             return
         entry = CATALOG[self.code]
         self.title, self.cause, self.fixes = entry["title"], entry["cause"], list(entry["fixes"])
         self.stage = entry.get("stage", "")
-        if "fp16" in entry and mixed_precision == "fp16":
-            self.cause, self.fixes = f"{self.cause}; or {entry['fp16']['cause']}", [*self.fixes, entry["fp16"]["fix"]]
 
     @property
     def line(self) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import cast
 
 import torch
+from diffusers import ModelMixin
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -71,7 +72,7 @@ def affordable(network: nn.Module, pixels: int) -> bool:
     return parameters[0].device.type != "cpu" or sum(parameter.numel() for parameter in parameters) * pixels <= LARGEST_ON_CPU
 
 
-def examine_flow(network: nn.Module, exported: nn.Module, losses: Forward) -> dict:
+def examine_flow(network: nn.Module, exported: ModelMixin, losses: Forward) -> dict:
     """What passes through `exported`, the part of `network` that makes images, when `losses` of a few images are computed:
 
     zero_inputs: layer -> share of its input's channels that are exactly zero in all images, where that is not 0; not behind
@@ -91,7 +92,10 @@ def examine_flow(network: nn.Module, exported: nn.Module, losses: Forward) -> di
     }
     seen = _Seen()
     numbers = torch.ones(1, dtype=torch.int64, device=next(exported.parameters()).device)
-    with full_precision(network), _without_checkpointing(exported):
+    with full_precision(network), ExitStack() as restored:
+        if exported.is_gradient_checkpointing:  # outputs of layers are no part of the graph then
+            exported.disable_gradient_checkpointing()
+            restored.callback(exported.enable_gradient_checkpointing)
         zeros = {name: parameter for name, parameter in network.named_parameters() if not parameter.any()}
         others = {name: randomness.normal(0, name, numbers, zero.shape)[0].to(zero) for name, zero in zeros.items()}
 
@@ -164,16 +168,3 @@ class _Seen:
         x = inputs[0].detach()
         if x.ndim == 4 and (x < 0).any():  # what ReLU gives may well be zero in all of a channel
             self._live[name] = (x != 0).any(dim=0).flatten(1).any(dim=1)
-
-
-@contextmanager
-def _without_checkpointing(network: nn.Module) -> Iterator[None]:
-    """Inside it outputs of layers are part of the graph, as no pass is made twice."""
-    switched = [module for module in network.modules() if getattr(module, "gradient_checkpointing", False)]
-    for module in switched:
-        module.gradient_checkpointing = False  # type: ignore[assignment]  # a switch of diffusers
-    try:
-        yield
-    finally:
-        for module in switched:
-            module.gradient_checkpointing = True  # type: ignore[assignment]

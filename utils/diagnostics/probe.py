@@ -1,9 +1,6 @@
 """Questions to a network on real images: does it see the timestep, what does it predict, how well at each noise level?"""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from diffusers import DDPMScheduler, ModelMixin
@@ -55,14 +52,12 @@ def probe_network(
         held_out_error: the same on `validation_images` under the same noise, where they are given
         linear_error: the same of the best predictor that only scales its input (the Wiener gain for white images with the
             batch's variance); a network at or above it has learned nothing yet at that noise level
-        output_std, target_std: timestep -> standard deviation
         errors_as: prediction type -> timestep -> mean squared error if that is what the network predicts, over the target's
             mean square: 1 for a network whose output is zero
         timestep_response: rms change of the output at the middle timestep when another timestep is told, over the rms of the
             output; 0 for a network that does not see the timestep, None for one whose output is zero
         batch_response: rms change of the first image's output at the middle timestep when it is alone in the batch, over the
             rms of the output; 0 but for rounding
-        training_error: `error` at the middle timestep in training mode, with dropout and the like
     """
     device = next((parameter.device for parameter in unet.parameters()), clean_images.device)
     batch_size = max(2, batch_size or len(clean_images))
@@ -83,8 +78,6 @@ def probe_network(
         "error": {},
         "held_out_error": {},
         "linear_error": {},
-        "output_std": {},
-        "target_std": {},
         "errors_as": {name: {} for name in PREDICTION_TYPES},
     }
     for place, step in enumerate(steps):
@@ -95,8 +88,6 @@ def probe_network(
         prediction = predict(noisy_images, timesteps)
         found["error"][str(step)] = (prediction - target).square().mean().item()
         found["linear_error"][str(step)] = _linear_error(noise_scheduler, step, variance)
-        found["output_std"][str(step)] = prediction.std().item()
-        found["target_std"][str(step)] = target.std().item()
         if validation_images is not None and len(validation_images):
             count = min(len(validation_images), len(noise))
             others, noise_of_others, their_steps = validation_images[:count], noise[:count], timesteps[:count]
@@ -118,35 +109,28 @@ def probe_network(
             found["timestep_response"] = (change / scale).item() if scale > 0 else None
             alone = predict(noisy_images[:1], timesteps[:1]) - prediction[:1]
             found["batch_response"] = (alone.square().mean().sqrt() / scale).item() if scale > 0 else None
-            with _training_mode(unet, device):
-                found["training_error"] = (predict(noisy_images, timesteps) - target).square().mean().item()
     return found
 
 
 def examine_network(
-    unet: ModelMixin,
-    noise_scheduler: DDPMScheduler | FlowScheduler,
-    samples: TrainingSamples,
-    validation: ImageSet,
-    knows_no_class: bool = True,
+    unet: ModelMixin, noise_scheduler: DDPMScheduler | FlowScheduler, samples: TrainingSamples, validation: ImageSet
 ) -> dict:
     """`probe_network` on a run's first images, and how far the network is from the best denoiser that there can be for its set.
 
     However many are looked at, a micro batch at once goes through the network, or some small images: what trains can be
     examined. The figures that need float64 are left out on a device without it (mps), and the comparison with the best denoiser
-    for flow matching, a network that was never trained without a class, and latents, which are drawn anew in each pass.
+    for flow matching, a network that is told classes, and latents, which are drawn anew in each pass.
     """
     first, numbers = samples.first_batch(PROBE_IMAGES), torch.arange(min(len(validation), PROBE_IMAGES))
     clean_images = first.clean_images.cpu()
     held_out = samples.held_out(validation, numbers, clean_images.device) if len(numbers) else None
     others = None if held_out is None else held_out.clean_images
-    asked, labels = unet, (None, None)
-    if classes := classes_known(unet):
-        asked = _WithoutClass(unet, classes)
+    labels, classes = (None, None), classes_known(unet)
+    if classes:
         labels = first.labels, None if held_out is None else held_out.labels
     batch_size = probe_batch(samples.micro_batch_size, samples.shape)
     found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size, labels)
-    has_ideal = isinstance(noise_scheduler, DDPMScheduler) and knows_no_class and samples.encoded is None
+    has_ideal = isinstance(noise_scheduler, DDPMScheduler) and not classes and samples.encoded is None
     if has_ideal and samples.device.type != "mps":
         plan = GapPlan(
             timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
@@ -156,39 +140,8 @@ def examine_network(
             batch_size=batch_size,
             random_flip=samples.random_flip,
         )
-        gap = denoiser_gap(asked, noise_scheduler, samples.images, validation, plan)
-        found |= gap_by_timestep(gap)
+        found |= gap_by_timestep(denoiser_gap(unet, noise_scheduler, samples.images, validation, plan))
     return found
-
-
-class _WithoutClass(nn.Module):
-    """A class-conditional UNet2DModel, asked without a class, to be compared with the best denoiser for the whole set."""
-
-    def __init__(self, unet: nn.Module, num_classes: int):
-        super().__init__()
-        self.unet, self.num_classes = unet, num_classes
-
-    def forward(self, noisy_images: torch.Tensor, timesteps: torch.Tensor) -> Any:
-        no_class = torch.full((len(noisy_images),), self.num_classes, device=noisy_images.device)
-        return self.unet(noisy_images, timesteps, no_class)
-
-
-@contextmanager
-def _training_mode(unet: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside it `unet` is in training mode; its modes, what it keeps of the batches that it saw, and the random numbers of the
-    device are as before afterwards."""
-    modes = [(module, module.training) for module in unet.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in unet.buffers()]
-    forked = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(forked):
-            unet.train()
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for buffer, kept in buffers:
-            buffer.copy_(kept)
 
 
 def _linear_error(noise_scheduler: DDPMScheduler | FlowScheduler, timestep: int, variance: float) -> float:

@@ -59,9 +59,9 @@ def _copies(images: np.ndarray, references: np.ndarray, own: np.ndarray | None =
         places = None
         if own is not None:
             places = np.where(np.isin(own[queries], others), np.searchsorted(others, own[queries]), len(others))
-        near, nearest = Nearest(references[others]).copies(images[queries], places)
-        near &= ~found[queries]
-        found[queries[near]], place[queries[near]] = True, others[nearest[near]]
+        is_near, nearest = near(images[queries], references[others], places)
+        is_near &= ~found[queries]
+        found[queries[is_near]], place[queries[is_near]] = True, others[nearest[is_near]]
     return found, place
 
 
@@ -127,36 +127,29 @@ def _pairs(left: np.ndarray, right: np.ndarray, first: str = "images", second: s
     return compared(left[:12], right[:12], (first, second))
 
 
-class Nearest:
-    """Looks for images whose middle some part of another image shows, mirrored or not."""
+def near(images: np.ndarray, references: np.ndarray, own: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """As `_copies`, of images whose middle some part of another image shows, mirrored or not.
 
-    def __init__(self, references: np.ndarray):
-        self._middles, self._usable = _descriptors(_cut(references, 0.8, 0.1, 0.1))
-
-    def copies(self, images: np.ndarray, own: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """(bool [N] whether an image has a copy, int [N] which reference is nearest); `own` are the places of the images.
-
-        A copy is near, and some neighbor up to number `FAR` is far farther: shapes that have little to tell them apart, such
-        as letters, are near to all of their kind.
-        """
-        best = torch.full((len(images), len(self._middles)), -1.0)
-        usable = torch.ones(len(images), dtype=torch.bool)
-        for scale in SCALES:
-            room = 1 - scale
-            for top, left in sorted({(a * room, b * room) for a in PLACES for b in PLACES}):
-                parts = _cut(images, scale, top, left)
-                for part in (parts, parts.flip(-1)):
-                    described, has = _descriptors(part)
-                    usable &= has
-                    best = torch.maximum(best, described @ self._middles.T)
-        best[:, ~self._usable] = -1.0
-        if own is not None:
-            inside = np.flatnonzero(own < len(self._middles))  # of a large set some images are not among the references
-            best[torch.from_numpy(inside), torch.from_numpy(own[inside])] = -1.0
-        top = best.topk(min(FAR, best.shape[1]), 1)
-        distances = (2 - 2 * top.values.clamp(-1, 1)).sqrt()
-        jump = (distances[:, :-1] / distances[:, 1:].clamp(min=1e-6) < 0.6) & (distances[:, :-1] < COPY_DISTANCE)
-        return (jump.any(1) & usable).numpy(), top.indices[:, 0].numpy()
+    A copy is near, and some neighbor up to number `FAR` is far farther: shapes that have little to tell them apart, such as
+    letters, are near to all of their kind.
+    """
+    middles, describable = _descriptors(_cut(references, 0.8, 0.1, 0.1))
+    best, usable = torch.full((len(images), len(middles)), -1.0), torch.ones(len(images), dtype=torch.bool)
+    for scale in SCALES:
+        for top, left in sorted({(a * (1 - scale), b * (1 - scale)) for a in PLACES for b in PLACES}):
+            part = _cut(images, scale, top, left)
+            for turned in (part, part.flip(-1)):
+                described, has = _descriptors(turned)
+                usable &= has
+                best = torch.maximum(best, described @ middles.T)
+    best[:, ~describable] = -1.0
+    if own is not None:
+        inside = np.flatnonzero(own < len(middles))  # of a large set some images are not among the references
+        best[torch.from_numpy(inside), torch.from_numpy(own[inside])] = -1.0
+    top = best.topk(min(FAR, best.shape[1]), 1)
+    distances = (2 - 2 * top.values.clamp(-1, 1)).sqrt()
+    jump = (distances[:, :-1] / distances[:, 1:].clamp(min=1e-6) < 0.6) & (distances[:, :-1] < COPY_DISTANCE)
+    return (jump.any(1) & usable).numpy(), top.indices[:, 0].numpy()
 
 
 def _cut(images: np.ndarray, scale: float, top: float, left: float) -> torch.Tensor:

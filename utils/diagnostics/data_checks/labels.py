@@ -19,10 +19,6 @@ def _thumbnails(images: np.ndarray) -> torch.Tensor:
     return adaptive_avg_pool2d(pixels, (min(pixels.shape[-2], 16), min(pixels.shape[-1], 16))).flatten(1)
 
 
-def _squared_distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a.square().sum(1, keepdim=True) - 2 * a @ b.T + b.square().sum(1)
-
-
 def contradicted(sample: Sample) -> Iterator[Seen]:
     """Labels of another class than the one that a classifier, which has not seen the image, is sure of."""
     if sample.labels is None:
@@ -82,8 +78,10 @@ def mirror(sample: Sample) -> Iterator[Seen]:
     images = sample.images[kept]
     originals, mirrored = _thumbnails(images), _thumbnails(images[:, :, ::-1])
     # The fifth nearest, so that copies of an image do not stand for its kind.
-    to_others = _squared_distances(originals, originals).fill_diagonal_(torch.inf).kthvalue(5, 1).values
-    between = _squared_distances(mirrored, originals).fill_diagonal_(torch.inf).kthvalue(5, 1).values
+    to_others, between = (
+        torch.cdist(asked, originals).fill_diagonal_(torch.inf).kthvalue(5, 1).values.square()
+        for asked in (originals, mirrored)
+    )
     farther, nearer = _shares(to_others, between)
     of_what = "images"
     if not (farther > 0.5 and farther > 4 * nearer) and min(images.shape[1:3]) >= 16:

@@ -6,15 +6,14 @@ from typing import Any
 import numpy as np
 
 from utils.diagnostics.report.page import by_timestep
-from utils.diagnostics.report.plots import Band, Curve, folded, heat_map, plot, smooth
+from utils.diagnostics.report.plots import Curve, plot, smooth
 from utils.runs.record import RunRecord
 
 SMOOTHING = 30  # the smoothed curves average over about a thirtieth of the reports
 MAX_LAYER_RECORDS = 240  # of longer runs as many, evenly spread
-RESTING = 1e-3  # of the run's largest learning rate: below it most updates are lost in rounding, as they should be
 # A constant added to all keys changes no softmax: this bias has a gradient of zero, whatever is trained.
 WITHOUT_EFFECT = "to_k.bias"
-PROBED = ("error", "held_out_error", "linear_error", "output_std", "target_std", "ideal_denoiser_gap")  # plotted
+PROBED = ("error", "held_out_error", "linear_error", "ideal_denoiser_gap")  # plotted
 
 
 class Curves:
@@ -72,54 +71,35 @@ class Curves:
 
 
 def layer_figure(record: RunRecord, kind: str, title: str, unit: str, reading: str) -> str:
-    """The spread of one magnitude over the layers, with the layers that stand out, and every layer in a folded heat map."""
+    """The spread of one magnitude over the layers, with the layers that stand out. (All are in the history.)"""
     records = record.records("layers")
     if len(records) > MAX_LAYER_RECORDS:
         records = [records[i] for i in np.linspace(0, len(records) - 1, MAX_LAYER_RECORDS).round().astype(int)]
-    rates = record.finite("train/lr")[1]
-    resting = bool(rates) and rates[-1] < RESTING * max(rates)  # at the end of the rate updates of zero are healthy
     names = list(dict.fromkeys(name for _, layers in records for name, row in layers.items() if kind in row))
     if not names:
         return ""
     missing = {kind: math.nan}
     values = np.array([[layers.get(name, missing).get(kind, math.nan) for name in names] for _, layers in records], dtype=float)
     recorded = np.array([[kind in layers.get(name, ()) for name in names] for _, layers in records])
-    broken = recorded & ~np.isfinite(values)
     positive = np.where(np.isfinite(values) & (values > 0), values, np.nan)
     rows = ~np.isnan(positive).all(axis=1)  # np.nanpercentile warns of empty rows
     steps = np.array([step for step, _ in records])
     edges = np.full((3, len(records)), np.nan)
     if rows.any():
-        edges[:, rows] = np.nanpercentile(positive[rows], (10, 50, 90), axis=1)
+        edges[:, rows] = np.nanpercentile(positive[rows], (20, 50, 80), axis=1)
     telling = np.array([not name.endswith(WITHOUT_EFFECT) for name in names])
     few = len(names) <= 4
     chosen = list(range(len(names))) if few else _outstanding(np.where(telling, positive, np.nan), edges[1])
     curves = [
-        Curve(names[i], steps, np.where(recorded[:, i], values[:, i], np.nan), style) for style, i in enumerate(chosen, start=1)
+        Curve(names[i], steps[recorded[:, i]], values[recorded[:, i], i], style) for style, i in enumerate(chosen, start=1)
     ]
-    curves = [
-        Curve(c.label, np.asarray(c.steps)[recorded[:, i]], np.asarray(c.values)[recorded[:, i]], c.style)
-        for c, i in zip(curves, chosen)
-    ]
-    notes = []
-    at_zero = recorded & (values == 0) & telling & (kind != "update" or not resting)
-    for words, hit in (("not finite", broken), ("at zero", at_zero)):
-        layers = [name for name, is_hit in zip(names, hit[-1]) if is_hit]
-        if layers:
-            more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
-            notes.append(
-                f"{len(layers)} of {len(names)} layers are {words} in the newest record: {', '.join(layers[:3])}{more}."
-            )
-    figure = plot(
-        title,
-        curves if few else [Curve(f"median of {len(names)} layers", steps, edges[1], "median"), *curves],
-        unit=unit,
-        scale="log",
-        reading=reading,
-        band=None if few else Band("80 % of the layers", steps, edges[0], edges[2]),
-        note=" ".join(notes),
-    )
-    return folded(figure, f"All {len(names)} layers", heat_map(steps, names, np.where(broken, np.inf, positive), unit=unit))
+    broken = [name for name, value, known in zip(names, values[-1], recorded[-1]) if known and not math.isfinite(value)]
+    more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+    note = f"{len(broken)} of {len(names)} layers are not finite in the newest record: {', '.join(broken[:3])}{more}."
+    styles = {"80 % of the layers are above": "raw", f"median of {len(names)} layers": "median", "80 % are below": "raw"}
+    spread = [Curve(label, steps, edge, style) for (label, style), edge in zip(styles.items(), edges)]
+    curves = curves if few else spread + curves
+    return plot(title, curves, unit=unit, scale="log", reading=reading, note=note if broken else "")
 
 
 def _outstanding(positive: np.ndarray, median: np.ndarray) -> list[int]:

@@ -1,11 +1,8 @@
 """What a report shows of evaluated samples: their figures, and which classes and modes of the data they cover."""
 
-import json
-
 from utils.diagnostics.report.page import number
 from utils.runs.record import RunRecord
 
-FOLDER = "evaluation"  # of a run: evaluation.json and nearest.png of evaluate.py, nearest.png of the training
 MAX_BARS = 40
 FIGURES = {
     "fd": "Fréchet distance",
@@ -21,28 +18,19 @@ FIGURES = {
 
 
 def newest_figures(record: RunRecord) -> tuple[str, dict] | None:
-    """(what they are of, the figures as of `Evaluation.measure`): those of evaluate.py on this run or of the training itself,
-    whichever are newer."""
+    """(what they are of, the figures as of `Evaluation.measure`): those of evaluate.py or of the training itself, whichever are
+    newer."""
     trained = next((entry for entry in reversed(record.history) if isinstance(entry.get("evaluation"), dict)), None)
-    try:
-        path = record.output_dir / FOLDER / "evaluation.json"
-        if trained is None or path.stat().st_mtime > trained.get("time", 0):
-            result = json.loads(path.read_text())["results"][0]
-            sampler = f"{result['sampler']} {result['num_inference_steps']} steps"
-            made = f"{result['images']:,} samples, {result['features']}, {sampler}"
-            return f"evaluate.py: {made}", result["figures"]
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        pass  # never evaluated, or damaged
-    if trained is None:
-        return None
-    figures = trained["evaluation"]
-    return f"update {trained['step']:,}: {figures['images']:,} samples", figures
+    if record.evaluations and (trained is None or record.evaluations[-1]["time"] > trained.get("time", 0)):
+        result = record.evaluations[-1]
+        on, made = f" on {result['state']}" * bool(result.get("state")), f"{result['sampler']} {result['num_inference_steps']}"
+        return f"evaluate.py{on}: {result['images']:,} samples, {result['features']}, {made} steps", result["figures"]
+    return trained and (f"update {trained['step']:,}: {trained['evaluation']['images']:,} samples", trained["evaluation"])
 
 
 def evaluation_rows(figures: dict) -> list[list[str]]:
     """Figure, samples, real images beside other real ones."""
-    floor = figures["floor"]
-    rows = [[name, number(figures[key]), number(floor[key])] for key, name in FIGURES.items()]
+    rows = [[name, number(figures[key]), number(figures["floor"][key])] for key, name in FIGURES.items() if key in figures]
     copies = figures.get("memorisation")
     if copies is not None:
         shares = (100 * copies["near_duplicates"], 100 * copies["near_duplicates_real"])

@@ -1,11 +1,9 @@
-"""Curves and heat maps as HTML fragments: an inline SVG that stretches with the page, its labels ordinary text beside it.
+"""Curves and bars as HTML fragments: an inline SVG that stretches with the page, its labels ordinary text beside it.
 
 Text in an SVG shrinks with it and would be unreadable on a phone; here only the curves stretch, and strokes and labels keep
 their size. Colors are CSS classes (report.css), so that light and dark mode are the style sheet's concern.
 """
 
-import base64
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from PIL import Image
 
 from utils.diagnostics.report.page import number, part
 
@@ -35,16 +32,6 @@ class Curve:
     steps: Numbers
     values: Numbers
     style: int | str = 1
-
-
-@dataclass(frozen=True)
-class Band:
-    """The region between two curves, drawn behind them; `low` and `high` share `steps`."""
-
-    label: str
-    steps: Numbers
-    low: Numbers
-    high: Numbers
 
 
 @dataclass(frozen=True)
@@ -169,7 +156,6 @@ def plot(
     unit: str,
     reading: str,
     scale: str = "auto",
-    band: Band | None = None,
     marks: Sequence[tuple[float, str]] = (),
     x_label: str = "update",
     note: str = "",
@@ -180,7 +166,7 @@ def plot(
     if not any(curve.style != "limit" for curve in curves):
         return ""
     lines = [(curve, *thin(curve.steps, curve.values)) for curve in curves]
-    drawn = np.concatenate([values for _, _, values in lines] + ([np.asarray(band.low), np.asarray(band.high)] if band else []))
+    drawn = np.concatenate([values for _, _, values in lines])
     finite = drawn[np.isfinite(drawn)]
     axis = value_axis(finite if len(finite) else np.array([0.0, 1.0]), scale if len(finite) else "linear")
     all_steps = np.concatenate([steps for _, steps, _ in lines])
@@ -193,9 +179,6 @@ def plot(
             x = _coordinate(time_axis.position(step))
             paths.append({"kind": "mark", "d": f"M{x} 0V{SIZE}", "title": text})
     legend: list[dict[str, str]] = []
-    if band:
-        paths.append({"kind": "band", "d": _band_path(band, time_axis, axis)})
-        legend.append({"kind": "band", "label": band.label})
     for curve, steps, values in lines:
         height = axis.position(np.where(np.isfinite(values), values, np.nan))
         line, dots = _line_path(time_axis.position(steps), 1 - np.minimum(height, 1.0))
@@ -285,80 +268,6 @@ def _line_path(x: np.ndarray, y: np.ndarray) -> tuple[str, str]:
     line = "".join(f"M{piece[0]}" + (f"L{' '.join(piece[1:])}" if piece[1:] else "") for piece in pieces if piece)
     dots = "".join(f"M{point}h0" for piece in pieces if few or len(piece) == 1 for point in piece)
     return line, dots
-
-
-def _band_path(band: Band, time_axis: Axis, axis: Axis) -> str:
-    """One closed outline for each stretch where both edges are finite."""
-    x = time_axis.position(band.steps)
-    low, high = (1 - np.minimum(axis.position(edge), 1.0) for edge in (band.low, band.high))
-    good = np.isfinite(low) & np.isfinite(high)
-    outline = ""
-    for stretch in np.split(np.arange(len(x)), np.flatnonzero(np.diff(good.astype(int))) + 1):
-        if len(stretch) and good[stretch[0]]:
-            there = [f"{_coordinate(x[i])} {_coordinate(high[i])}" for i in stretch]
-            back = [f"{_coordinate(x[i])} {_coordinate(low[i])}" for i in stretch[::-1]]
-            outline += f"M{' '.join(there + back)}Z"
-    return outline
-
-
-# Cividis (Nuñez et al. 2018) at nine places: even in lightness, the same for color-blind readers.
-_CIVIDIS = ("00224e", "1d3564", "434e6c", "5f636e", "7b7b78", "958f78", "b8a971", "d8c662", "fee838")
-_LEVELS = 64
-_NOT_FINITE = "e0218a"  # no color of the scale is like it
-
-
-def heat_map(steps: Numbers, names: Sequence[str], values: np.ndarray, *, unit: str) -> str:
-    """A picture of positive `values` [time, names] on a log scale, one row per name, the first on top; NaN is left striped,
-    infinity is marked. Rows of the same block are labeled once."""
-    values = np.asarray(values, dtype=float)
-    good = np.isfinite(values) & (values > 0)
-    if not good.any() or len(steps) < 2:
-        return ""
-    low, high = np.log10(values[good].min()), np.log10(values[good].max())
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = (np.log10(np.where(good, values, 1.0)) - low) / max(high - low, 1e-9)
-    levels = np.where(good, np.round(share * (_LEVELS - 1)), _LEVELS).astype(np.uint8)
-    levels[np.isinf(values)] = _LEVELS + 1
-    picture = Image.fromarray(np.ascontiguousarray(levels.T), mode="P")
-    stops = np.array([[int(color[i : i + 2], 16) for i in (0, 2, 4)] for color in _CIVIDIS])
-    places = np.linspace(0, len(stops) - 1, _LEVELS)
-    colors = np.stack([np.interp(places, range(len(stops)), stops[:, i]) for i in range(3)], 1).round().astype(int)
-    picture.putpalette([*colors.flatten().tolist(), 128, 128, 128, *bytes.fromhex(_NOT_FINITE)])
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG", optimize=True, transparency=_LEVELS)
-    source = base64.b64encode(buffer.getvalue()).decode()
-
-    labels: list[dict[str, str]] = []
-    previous, last_position = None, -1.0
-    for row, name in enumerate(names):
-        block, position = block_of(name), row / len(names)
-        if block != previous and position - last_position >= 0.055:
-            labels.append(_tick("row", "top", position, block))
-            last_position = position
-        previous = block
-    return part(
-        "heat_map",
-        unit=unit,
-        count=len(names),
-        source=source,
-        ticks=labels + _time_ticks(Axis(float(steps[0]), float(steps[-1]))),
-        low=10**low,
-        high=10**high,
-        has_gaps=(levels == _LEVELS).any(),
-        has_broken=(levels == _LEVELS + 1).any(),
-        broken_color=_NOT_FINITE,
-    )
-
-
-def folded(figure: str, title: str, body: str) -> str:
-    """The figure, with a fold for `body` at its end; without one where that is empty."""
-    return part("folded", figure=figure.removesuffix("</figure>"), title=title, body=body) if body else figure
-
-
-def block_of(name: str) -> str:
-    """Returns the part of the network that a layer belongs to: `down_blocks.0` of down_blocks.0.resnets.1.conv1."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if len(parts) > 2 and parts[1].isdigit() else parts[0]
 
 
 def bars(title: str, rows: Sequence[tuple[str, float]], *, unit: str, reading: str) -> str:

@@ -43,13 +43,12 @@ def write_report(record: RunRecord, findings: list, path: Path) -> None:
 
     Raises OSError where the disk does not take it.
     """
-    functions = (plot, bars, picture, strip, covered, evaluation_rows, figure_rows, probe_rows, profile_rows)
+    functions = (plot, bars, picture, strip, covered, evaluation_rows, figure_rows, probe_rows, profile_rows, sample_rows)
     marked = [finding for finding in findings if finding.step is not None]
     given = {
         **{function.__name__: function for function in functions},
         "curves": Curves(record),
         "layer_figure": partial(layer_figure, record),
-        "sample_rows": partial(sample_rows, record),
         "record": record,
         "findings": findings,
         "symbols": SYMBOLS,
@@ -111,14 +110,7 @@ def _header(record: RunRecord, findings: list) -> dict[str, Any]:
 
 
 def updates_done(record: RunRecord) -> int:
-    """From the history; of a run that kept none, from what it saved."""
-    saved = (
-        path.stem.removeprefix("checkpoint-")
-        for pattern in ("checkpoint-*", "samples/*")
-        for path in record.output_dir.glob(pattern)
-    )
-    steps = [entry["step"] for entry in record.history] or [int(name) for name in saved if name.isdigit()]
-    return max(steps, default=0)
+    return max((entry["step"] for entry in record.history), default=0)
 
 
 def run_state(record: RunRecord, done: int, total: int) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import math
 from pathlib import Path
 
 from markupsafe import Markup, escape
@@ -54,25 +53,10 @@ def picture(path: Path, text: str, limits: tuple[int, int] = LARGE) -> Markup:
     return Markup(f'<img alt="{alt}" width="{width}" height="{height}" src="data:image/{kind};base64,{source}">')
 
 
-def sample_rows(record: RunRecord, newest: dict) -> tuple[list[str], list[list[str]]]:
-    """(head, rows) of the table of what was measured on the `newest` samples, beside the same of the data."""
-    checks = record.records("data")
-    of_all = _like_samples(checks[-1][1]) if checks else {}
-    newest = newest | {"data": (newest.get("data") or {}) | of_all or None}
-    kinds = [kind for kind in ("raw", "ema", "data") if isinstance(newest.get(kind), dict)]
-    names = list(dict.fromkeys(name for kind in kinds for name in newest[kind]))
+def sample_rows(newest: dict) -> tuple[list[str], list[list[str]]]:
+    """(head, rows) of the table of what was measured on the `newest` samples, beside the same of as many training images."""
     titles = {"raw": "raw", "ema": "EMA", "data": "training data"}
+    kinds = [kind for kind in titles if isinstance(newest.get(kind), dict)]
+    names = list(dict.fromkeys(name for kind in kinds for name in newest[kind]))
     rows = [[name.replace("_", " "), *(cell(newest[kind].get(name)) for kind in kinds)] for name in names]
     return ["", *(titles[kind] for kind in kinds)], rows
-
-
-def _like_samples(data: dict) -> dict:
-    """Those figures of the data check that are also measured on samples, by their names there."""
-    names = {"min": "min", "max": "max", "pair_distance": "pairwise_distance"}
-    figures = {name: data[key] for name, key in names.items() if data.get(key) is not None}
-    means, stds = data.get("mean"), data.get("std")  # per channel
-    if isinstance(means, list) and isinstance(stds, list) and means:
-        mean = sum(means) / len(means)
-        spread = sum(std**2 + (m - mean) ** 2 for m, std in zip(means, stds)) / len(means)
-        figures |= {"mean": mean, "std": math.sqrt(spread)}
-    return figures

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 
 from utils.diagnostics.finding import SEVERITIES, Finding, Found
-from utils.diagnostics.rules.loss import has_had_a_chance
 from utils.runs.evaluations import settings_of
 from utils.runs.record import RunRecord, finite_part
 
@@ -18,7 +17,7 @@ ALIKE = 0.02  # of the images' variance: differences of a seventh of theirs
 _MIN_EXPECTED = 20  # images: of so many expected, chance leaves fewer than a fifth with a probability of 3e-6
 _CHANCE = 1e-5
 _LEAST_GAP = 0.015  # share of the images: less is no part of the data
-_RIPE = 1000  # updates: healthy runs of 120 had samples among which no image could be, and 72 % of their pixels black or white
+_RIPE = 1000  # updates: healthy runs of 120 had samples among which no image could be
 MIN_VARIED = 100  # images: real sets of 100 gave a variance ratio above 0.74 in 4,000 of 4,000, of 20 below 0.7 in 2 of 100
 
 
@@ -62,105 +61,65 @@ def _state_of(result: dict) -> tuple[float, float]:
     return math.inf if step is None else step, result["time"]
 
 
-def _judged(figures: dict, step: int | None) -> Found:
-    """Of an evaluation's figures: the codes that can be judged by them, and the findings."""
-    measured = {"variance_ratio", "precision", "rows", "modes"} <= figures.keys()
-    if not measured or "precision" not in figures.get("floor", {}):
-        return
-    found = collapse(figures, step)
-    # What stands first hides the rest, and is all that was judged.
-    codes = {finding.code for finding in found}
-    yield "samples-alike"
-    if "samples-alike" not in codes:
-        yield from ("samples-unlike-data", *(["samples-copied"] if _copies(figures) else []))
-    if codes.isdisjoint(("samples-alike", "samples-unlike-data")):
-        yield from ("modes-missing", "mode-dominates")
-        yield from ["samples-lack-variety"] if figures["rows"] >= MIN_VARIED else []
-    yield from found
-
-
 def previewed_samples(record: RunRecord) -> Found:
     """The newest preview: a look at few images, which tells whether all are one, gray or not, and nothing finer."""
-    checks, total = record.known("data"), record.resolved.get("max_train_steps") or 0
-    data = checks[-1][1] if checks else {}
-    repeated = max((data.get("copies") or {}).get("share", 0.0), data.get("constant_share") or 0.0)
-    if not data.get("pairwise_distance") or repeated > 0.1 or not has_had_a_chance(record):  # a few of such data may be alike
-        return
-    for step, samples in record.known("samples")[-1:] if total else ():
-        distances = {kind: (samples.get(kind) or {}).get("pair_distance") for kind in ("raw", "ema")}
-        ratios = {kind: d / data["pairwise_distance"] for kind, d in distances.items() if d is not None and math.isfinite(d)}
-        alike = {kind: ratio for kind, ratio in ratios.items() if ratio**2 < ALIKE}
-        if step >= 0.5 * total and ratios:
-            yield "samples-alike"
+    total = record.resolved.get("max_train_steps") or 0
+    for step, samples in record.known("samples")[-1:] if total >= _RIPE else ():
+        distances = {kind: (samples.get(kind) or {}).get("pair_distance") for kind in ("raw", "ema", "data")}
+        real = distances.pop("data")
+        ratios = {kind: distance / real for kind, distance in distances.items() if real and distance is not None}
         # Before half of the run samples are not meant to be good; healthy ones that were judged after that had 0.7 to 1.3.
-        if step >= 0.5 * total and alike:
+        if step < 0.5 * total or not ratios:
+            return
+        yield "samples-alike"
+        if alike := {kind: ratio for kind, ratio in ratios.items() if ratio**2 < ALIKE}:
             said = ", ".join(f"{ratio:.2g} ({kind} weights)" for kind, ratio in alike.items())
             yield Finding("samples-alike", "critical", f"their distance from each other over that of the images: {said}", step)
 
 
-def saturated_samples(record: RunRecord) -> Found:
-    """Samples of which far more is black or white than of the images: the sampler is led out of their range and clips."""
-    total, options = record.resolved.get("max_train_steps") or 0, record.options
-    # A few steps of EDM2's sampler, or few updates, leave healthy networks there: 56 to 78 % after 200 updates, in 4 steps.
-    few = "prediction_type" not in options and (options.get("num_inference_steps") or 32) < 16
-    if few or total < _RIPE or not has_had_a_chance(record):
+def collapse(figures: dict) -> list[Finding]:
+    """Returns the findings about the figures that `Evaluation.measure` gives."""
+    return [item for item in _judged(figures, None) if isinstance(item, Finding)]
+
+
+def _judged(figures: dict, step: int | None) -> Found:
+    """Of an evaluation's figures: the codes that can be judged by them, and the findings. What stands first hides the rest."""
+    measured = {"variance_ratio", "precision", "rows", "modes"} <= figures.keys()
+    if not measured or "precision" not in figures.get("floor", {}):
         return
-    for step, samples in record.known("samples")[-1:] if total else ():
-        made, real = ((samples.get(kind) or {}).get("saturated") for kind in ("ema", "data"))
-        if made is None or real is None or step < 0.5 * total:
-            return
-        yield "samples-saturated"
-        # Healthy runs of 140 updates and more had at most 19 % where the images have none; a wrong sign of the target 48 %.
-        if made - real > 0.3:
-            what = f"{made:.0%} of their pixels are at the ends of the range, {real:.0%} of the images'"
-            yield Finding("samples-saturated", "warning", what, step)
-
-
-def collapse(figures: dict, step: int | None = None) -> list[Finding]:
-    """Findings about the figures that `Evaluation.measure` gives; what was not measured is not judged."""
-    if figures["variance_ratio"] < ALIKE:
-        what = f"the variance of their features is {figures['variance_ratio']:.2g} of the real images'"
-        return [Finding("samples-alike", "critical", what, step)]
-    findings = [*_copied(figures, step), *_unlike(figures, step)]
-    if any(finding.code == "samples-unlike-data" for finding in findings):
-        return findings  # which modes they are in means nothing
-    findings += [*_variety(figures, step), *_missing(figures, step), *_dominant(figures, step)]
-    known = {finding.code for finding in findings} & {"modes-missing", "mode-dominates"}
-    return findings if known else [*findings, *_regions(figures, step)]
-
-
-def _copies(figures: dict) -> dict | None:
-    copies = figures.get("memorisation") or {}
-    return copies if {"images", "near_duplicates", "near_duplicates_real"} <= copies.keys() else None
-
-
-def _copied(figures: dict, step: int | None) -> Iterator[Finding]:
-    copies = _copies(figures)
-    if copies is None:
-        return
-    share, real = copies["near_duplicates"], copies["near_duplicates_real"]
-    # Among real images near-duplicates are a few per cent at most, unless the data is full of them.
-    if share > 0.05 + 2 * real:
-        what = (
-            f"{share:.0%} of {copies['images']} samples are near-duplicates of a training image, {real:.1%} of real images are"
-        )
-        yield Finding("samples-copied", "critical" if share > 0.5 else "warning", what, step)
-
-
-def _unlike(figures: dict, step: int | None) -> Iterator[Finding]:
-    floor = figures["floor"]["precision"]
-    # Half the variance leaves 0.6, a strong blur 0.2, noise 0.
-    if figures["precision"] < 0.4 * floor:
-        what = f"{figures['precision']:.0%} of them lie among the real images, {floor:.0%} of other real images do"
-        yield Finding("samples-unlike-data", "critical", what, step)
-
-
-def _variety(figures: dict, step: int | None) -> Iterator[Finding]:
+    yield "samples-alike"
     ratio = figures["variance_ratio"]
-    # Real sets of 900 gave 0.95 to 1.07, a mode five times too large 0.82, half the variance in the pixels 0.43 to 0.52.
-    if ratio < 0.7 and figures["rows"] >= MIN_VARIED:
-        what = f"variance {ratio:.2g} and distances {figures['distance_ratio']:.2g} of those of the real images, in features"
-        yield Finding("samples-lack-variety", "critical" if ratio < 0.3 else "warning", what, step)
+    if ratio < ALIKE:
+        what = f"the variance of their features is {ratio:.2g} of the real images'"
+        yield Finding("samples-alike", "critical", what, step)
+        return
+    yield "samples-unlike-data"
+    copies = figures.get("memorisation") or {}
+    if {"images", "near_duplicates", "near_duplicates_real"} <= copies.keys():
+        yield "samples-copied"
+        share, real = copies["near_duplicates"], copies["near_duplicates_real"]
+        # Among real images near-duplicates are a few per cent at most, unless the data is full of them.
+        if share > 0.05 + 2 * real:
+            what = f"{share:.0%} of {copies['images']} samples are near-duplicates of a training image"
+            what += f", {real:.1%} of real images are"
+            yield Finding("samples-copied", "critical" if share > 0.5 else "warning", what, step)
+    # Half the variance leaves 0.6, a strong blur 0.2, noise 0.
+    if figures["precision"] < 0.4 * figures["floor"]["precision"]:
+        among_real = f"{figures['precision']:.0%} of them lie among the real images"
+        what = f"{among_real}, {figures['floor']['precision']:.0%} of other real images do"
+        yield Finding("samples-unlike-data", "critical", what, step)
+        return  # which modes they are in means nothing
+    yield from ("modes-missing", "mode-dominates")
+    if figures["rows"] >= MIN_VARIED:
+        yield "samples-lack-variety"
+        # Real sets of 900 gave 0.95 to 1.07, a mode five times too large 0.82, half the variance in the pixels 0.43 to 0.52.
+        if ratio < 0.7:
+            what = (
+                f"variance {ratio:.2g} and distances {figures['distance_ratio']:.2g} of those of the real images, in features"
+            )
+            yield Finding("samples-lack-variety", "critical" if ratio < 0.3 else "warning", what, step)
+    of_bins = [*_missing(figures, step), *_dominant(figures, step)]
+    yield from of_bins or _regions(figures, step)
 
 
 def _bins(figures: dict) -> Iterator[tuple[str, dict]]:
