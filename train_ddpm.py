@@ -95,7 +95,7 @@ class DDPM(Objective):
         return [t for t in (999, 750, 500, 250, 100, 50, 0) if t < self.num_ranks]
 
     def caption(self, timestep: float) -> str:
-        return f"t={timestep}"
+        return f"t={timestep:.0f}"
 
     def predict(self, scaled: Tensor, timestep: Tensor, sample_numbers: Tensor) -> Tensor:
         """By class in turn, where there are classes."""

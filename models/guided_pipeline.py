@@ -217,4 +217,5 @@ class ClassDDPMPipeline(GuidedPipeline):
 
 
 class LatentDDPMPipeline(GuidedPipeline):
-    """`unet` is diffusers' UNet2DModel, which makes latents and knows no classes; `scheduler` as for ClassDDPMPipeline."""
+    """`unet` is diffusers' UNet2DModel, which makes latents and knows no classes, or one whose scheduler
+    carries code; `scheduler` as for ClassDDPMPipeline."""

@@ -10,11 +10,13 @@ from diffusers import DDPMPipeline
 from safetensors.torch import load_file
 
 import generate
+import train_ddpm
 from utils.core import randomness
 from utils.core.errors import UserError
 from utils.diffusion.export import check_pipeline
-from utils.diffusion.pipelines import load_network
+from utils.diffusion.pipelines import load_network, load_unconditional, training_scheduler
 from utils.diffusion.sampling import SamplePlan, make_sampler, sample
+from utils.evaluation.ema_reconstruction import load_run
 
 FLOW = ["--objective", "flow", "--validation_images", "16", "--validation_steps", "4", "--random_flip"]
 KINDS = {
@@ -96,7 +98,8 @@ def test_a_checkpoint_knows_its_network_without_an_export(run, tmp_path):
     ("flags", "said"),
     [
         (["--snr_gamma", "5"], "--snr_gamma does not go with --objective flow"),
-        (["--ddpm_beta_schedule", "linear"], "--ddpm_beta_schedule does not go"),
+        (["--ddpm_beta_schedule", "sigmoid"], "--ddpm_beta_schedule does not go"),
+        (["--P_std", "0.5"], "--P_std needs --P_mean"),
         (["--prediction_type", "epsilon"], "no --prediction_type epsilon"),
         (["--sampler", "ddim"], "--sampler ddim does not go with --objective flow"),
         (["--pretrained", "somewhere"], "--pretrained cannot be continued by --objective flow"),
@@ -105,10 +108,32 @@ def test_a_checkpoint_knows_its_network_without_an_export(run, tmp_path):
     ],
 )
 def test_flags_of_the_other_objective_are_refused(flags, said):
-    import train_ddpm
-
     with pytest.raises(UserError, match=said):
         train_ddpm.parse_args(["--objective", "flow", "--dataset_name", "digits", *flags])
+
+
+def test_its_options_given_back_mean_the_same(run):
+    options = json.loads((run[0] / "whole" / "options.json").read_text())["options"]
+    again = train_ddpm.parse_args(["--config", str(run[0] / "whole" / "options.json")])
+    assert {name: value for name, value in vars(again).items() if value != options[name]} == {}
+
+
+def test_the_preset_of_the_digits_goes_with_it(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train_ddpm.parse_args(["--objective", "flow", "--print_config"])
+    (tmp_path / "flow.yaml").write_text(capsys.readouterr().out)
+    again = train_ddpm.parse_args(["--config", str(tmp_path / "flow.yaml")])
+    assert vars(again) == vars(train_ddpm.parse_args(["--objective", "flow"]))
+
+
+def test_its_averages_and_figures_are_taken_as_it_was_trained(run):
+    wanted = load_network(str(run[0] / "whole"))[1]["prediction_type"]
+    for of in ("", "checkpoint-4"):
+        assert load_run(run[0] / "whole", str(run[0] / "whole" / of))[1].config.prediction_type == wanted
+        if "class" in str(run[1]):
+            continue
+        config = load_unconditional(str(run[0] / "whole" / of))[1]
+        assert training_scheduler(config).config.prediction_type == wanted
 
 
 def test_a_run_of_ddpm_does_not_start_from_it(run, train, tiny_flags, tmp_path):

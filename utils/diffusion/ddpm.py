@@ -109,7 +109,8 @@ def flow_config(config: Mapping, pipeline: str) -> dict:
             f"the scheduler of {pipeline} has another {', '.join(others)} than FlowMatchEulerDiscreteScheduler has by default\n"
             "use a pipeline whose noise levels are not shifted"
         )
-    return dict(FlowScheduler(config["num_train_timesteps"], config.get("prediction_type", "v_prediction")).config)
+    settings = {"num_train_timesteps": config["num_train_timesteps"], "shift": 1.0}  # none left at its default
+    return dict(FlowScheduler(**settings, prediction_type=config.get("prediction_type", "v_prediction")).config)
 
 
 def training_target(

@@ -136,7 +136,7 @@ def model_card(facts: Mapping) -> str:
     kind = "class-conditional" if facts.get("classes") else "unconditional"
     header = ["library_name: diffusers", "tags:", "- diffusers", f"- {kind}-image-generation"]
     is_edm2 = carries_code and not facts.get("prediction_type")
-    header.append("- edm2" if is_edm2 else "- ddpm")
+    header.append("- edm2" if is_edm2 else "- flow-matching" if facts.get("objective") else "- ddpm")
     if facts.get("license"):
         header.insert(0, f"license: {quoted(facts['license'])}")
     if facts.get("hub_dataset"):
@@ -161,7 +161,7 @@ def model_card(facts: Mapping) -> str:
     lines = [f"from diffusers import {name}", "", load, f"image = {call}.images[0]"]
     warning = "Loading it runs the Python files of this repository: read them first.\n\n" if carries_code else ""
     sections.append(f"## Use\n\n{warning}" + _code("python", "\n".join(lines)))
-    if carries_code and not is_edm2 and not facts.get("autoencoder"):
+    if facts.get("classes") and not is_edm2 and not facts.get("autoencoder") and not facts.get("objective"):
         plain = [  # a pipeline of diffusers that asks any UNet2DModel for classes, with any scheduler
             "from diffusers import ConsistencyModelPipeline, DDIMScheduler, UNet2DModel",
             "",

@@ -42,10 +42,12 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
     from diffusers import DiffusionPipeline, UNet2DModel
     from diffusers.utils import logging
 
-    if _is_checkpoint(pipeline):
+    is_checkpoint, index = _is_checkpoint(pipeline), _index_if_any(pipeline)
+    by_our_scheduler = (index.get("_class_name") or "")[1:] == [OURS[1]] and "latent_std" not in index  # that carries its code
+    if is_checkpoint or by_our_scheduler:
         network, config = load_network(pipeline)
         plain = isinstance(network, UNet2DModel) and not network.config.num_class_embeds
-        if not plain or _state(pipeline).get("vae"):
+        if not plain or (is_checkpoint and _state(pipeline).get("vae")):
             raise UserError(
                 f"{pipeline} is not an unconditional pipeline of pixels\nuse a run of train_ddpm.py without classes and latents"
             )
@@ -97,10 +99,10 @@ def training_scheduler(config: dict) -> "DDPMScheduler | FlowScheduler":
 
     from models.flow_scheduler import FlowScheduler
 
+    # With this list, from_config would replace what another scheduler class has for a default by its own.
+    config = {key: value for key, value in config.items() if key != "_use_default_values"}
     if is_flow(config):
         return FlowScheduler.from_config(config)
-    # With this list, from_config would replace what another scheduler class has for a default by DDPM's.
-    config = {key: value for key, value in config.items() if key != "_use_default_values"}
     try:
         return DDPMScheduler.from_config(config)
     except NotImplementedError:

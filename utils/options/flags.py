@@ -480,7 +480,7 @@ class DDPMDiffusionOptions(Options):
     prediction_type: Literal["epsilon", "sample", "v_prediction"] = flag(
         "epsilon", "with --objective flow: v_prediction, the velocity, or sample, the image (epsilon; v_prediction)"
     )
-    P_mean: float | None = flag(None, "with --objective flow: mean of logit sigma, 0 is usual (all sigmas alike)")
+    P_mean: float | None = flag(None, "with --objective flow: mean of logit sigma, such as 0 (sigma is uniform)")
     P_std: float = flag(1.0, "with --P_mean: standard deviation of logit sigma (1)", above=0)
     ddpm_num_steps: int = flag(1000, "number of noise levels (1000)", at_least=1)
     ddpm_beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"] = flag(
@@ -500,7 +500,7 @@ class DDPMSamplingOptions(Options):
         "ddim", "euler and heun: with --objective flow (ddim; euler)", free=True
     )
     ddpm_num_inference_steps: int | None = flag(
-        None, "sampling steps (50; with --sampler ddpm all noise levels; with heun 25)", at_least=1, free=True
+        None, "sampling steps (50, or the preset's; with ddpm all noise levels, with heun 25)", at_least=1, free=True
     )
 
 
@@ -533,8 +533,15 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
     def _check_objective(self) -> None:
         """Sets what the flags mean for flow matching. Raises UserError for flags of the other objective."""
         is_flow = self.objective == "flow"
-        for name in sorted(self.given.intersection(_OF_CHAINS if is_flow else ("P_mean", "P_std"))):
-            raise UserError(f"--{name} does not go with --objective {self.objective}\nleave --{name} out")
+        others = _OF_CHAINS if is_flow else ("P_mean", "P_std")
+        for name in (
+            name for name in sorted(self.given.intersection(others)) if getattr(self, name) != getattr(type(self), name)
+        ):
+            raise UserError(
+                f"--{name} does not go with --objective {self.objective}\nleave --{name} out, or change --objective"
+            )
+        if is_flow and self.P_mean is None and self.P_std != type(self).P_std:
+            raise UserError("--P_std needs --P_mean: without it, all noise levels are trained alike\nset --P_mean 0")
         if is_flow:  # a preset may have others
             usual = {name: getattr(type(self), name) for name in _OF_CHAINS}
             for name, value in (usual | {"prediction_type": "v_prediction", "sampler": "euler"}).items():
@@ -639,7 +646,9 @@ class GenerateOptions(Options):
     batch_size: int = flag(64, "images at once per process (default: 64)", at_least=1)
     sampler: AnySampler | None = flag(None, "default: ddim; heun for EDM2 (or dpmsolver++); euler for flow matching (or heun)")
     num_inference_steps: int | None = flag(
-        None, "denoising steps (default: 50; with ddpm all that were trained; heun: 32 for EDM2, else 25)", at_least=1
+        None,
+        "denoising steps (default: 50; with ddpm all that were trained; 32 for EDM2; with euler 50, with heun 25)",
+        at_least=1,
     )
     class_labels: list[str] | None = flag(
         None, "make images of these classes in turn: names, or numbers from '#0' on (default: all)"
@@ -671,7 +680,7 @@ class EvaluatedOptions(Options):
     seeds: list[int] = flag([0], "make one set of images for each of these seeds (0)")
     sampler: AnySampler | None = flag(None, "(ddim; heun for EDM2, or dpmsolver++; euler for flow matching, or heun)")
     num_inference_steps: int | None = flag(
-        None, "denoising steps (50; with ddpm all that were trained; heun: 32 for EDM2, else 25)", at_least=1
+        None, "denoising steps (50; with ddpm all that were trained; 32 for EDM2; with euler 50, with heun 25)", at_least=1
     )
     class_labels: list[str] | None = flag(None, "make images of these classes in turn: names, or numbers from '#0' on (all)")
     guidance: float = flag(1.0, "strength of the guidance; 1: off (1)", at_least=0)

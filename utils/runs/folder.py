@@ -36,7 +36,7 @@ OF_THE_AVERAGES = {"ema_type", "ema_widths"}  # an average of another kind canno
 WITHOUT: dict[str, Any] = {
     **{"class_conditional": False, "label_dropout": 0.1, "data_range": None, "pretrained": None, "train_only": None},
     **{"streaming": False, "shuffle_window": 10_000, "cache_limit": "50GB"},
-    **{"vae": None, "latent_scale": None},
+    **{"vae": None, "latent_scale": None, "objective": "ddpm", "P_mean": None, "P_std": 1.0},
 }
 ABOUT = {  # what is compared beside the flags
     "global_batch_size": "global batch = processes x --train_batch_size x --gradient_accumulation_steps; keep the product",

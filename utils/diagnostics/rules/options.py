@@ -150,6 +150,7 @@ def noise_levels(run: Facts) -> tuple[float, dict]:
 
 
 def noise_spread(run: Facts) -> tuple[float, dict]:
+    run.require(run.is_edm2)
     return 1 / run.P_std, {"factor": math.exp(2 * run.P_std)}
 
 
