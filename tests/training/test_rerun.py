@@ -1,5 +1,6 @@
 """Updates that are made again: the same bits, or it is said where a device has erred; the training goes on as if it had not."""
 
+import itertools
 import json
 import weakref
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import torch
 from conftest import logged_scalars, same_bytes, slow_turns, step_seen
 
 import train_ddpm
+from steady_doctor.record.followed import Followed
 from utils.core.digests import digest
 from utils.optim.clipping import Limit
 from utils.runs.ledger import read_ledger
@@ -91,6 +93,44 @@ def test_an_execution_that_errs_is_not_the_one_to_go_on_from(errors, repeats, ou
     assert len(restored) == 1 and restored[0] in kept
 
 
+@pytest.mark.parametrize("neighbors", ["same", "not comparable", "ranks differ"])
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_neighbors_are_compared_where_kernels_do_not_repeat_too(monkeypatch, neighbors, repeatable):
+    state = SimpleNamespace(restore=lambda: None, restore_counters=lambda: None)
+    monkeypatch.setattr("utils.training.rerun.State", lambda *arguments: state)
+    digests, recorded, asked = itertools.count(), [], []
+    monkeypatch.setattr(Rerun, "_digests", lambda rerun: [[0 if repeatable else next(digests)] * len(STAGES)])
+    monkeypatch.setattr(Rerun, "_distances", lambda rerun: (1 - torch.eye(4)).tolist())
+    monkeypatch.setattr(Rerun, "_compare_ranks", lambda rerun, exact: (asked.append(exact), {"outcome": neighbors})[1])
+    run = SimpleNamespace(
+        accelerator=SimpleNamespace(num_processes=2, device=torch.device("cuda")),
+        state=SimpleNamespace(step=1),
+        options=SimpleNamespace(rerun_steps=1),
+        objective=SimpleNamespace(network=torch.nn.Linear(2, 1)),
+        doctor=SimpleNamespace(record=lambda step, record: recorded.append(record["rerun"]["outcome"]), look=lambda: None),
+    )
+    rerun = Rerun(run)
+    rerun.begin(0)
+    while rerun.again():
+        pass
+    alone = "same" if repeatable else "not repeatable"
+    assert asked == [repeatable] and recorded == [neighbors if repeatable or neighbors == "ranks differ" else alone]
+
+
+def test_weights_that_were_replaced_are_followed_anew():
+    weight = torch.nn.Parameter(torch.zeros(9))
+    followed = Followed({"weight": weight}, {}, {})
+    for replaced in (True, False):
+        followed.begin()
+        followed.stepped()
+        followed.end(1, torch.tensor(True))
+        if replaced:
+            weight.data += 1
+            followed.restart()
+    followed.look()
+    assert followed.changed == [(1, 0)]  # one update since the restart, and no change in it
+
+
 def test_equal_states_are_kept_once(train, tiny_flags, tmp_path, monkeypatch):
     kept, made = [], []
     init = State.__init__
@@ -142,22 +182,25 @@ def test_what_is_counted_of_an_update_that_erred_is_that_of_a_good_one(train, ti
     assert runs["plain"] == runs["erred"]
 
 
-@pytest.mark.parametrize(("place", "stage"), [(0, "loss"), (1, "gradient"), (None, None)])
-def test_the_rank_that_differs_from_both_neighbors_is_accused(place, stage):
+@pytest.mark.parametrize(
+    ("bits", "sizes", "exact", "found"),
+    [
+        ((1, 1), (1.0, 1.0), True, "same"),
+        ((1, 2), (1.0, 1.0), True, "ranks differ"),
+        ((1, 2), (1.0, 1.001), False, "not comparable"),
+        ((1, 2), (1.0, 1.5), False, "ranks differ"),
+        ((1, 2), (1.0, torch.nan), False, "ranks differ"),
+        ((1, 2), (torch.inf, torch.inf), False, "not comparable"),
+        ((1, 2), (torch.nan, torch.nan), False, "not comparable"),
+        ((1, 2), (torch.nan, torch.nan), True, "ranks differ"),
+    ],
+)
+def test_devices_with_other_kernels_are_accused_of_large_differences_alone(bits, sizes, exact, found):
     """Rank 1 of 3 is the odd one, in what it makes of any batch."""
-    digests = [[[7 + (rank == 1 and place == of) for of in range(2)]] * 2 for rank in range(3)]  # own batches, the other's
-    accused = {"outcome": "ranks differ", "stage": stage, "ranks": [1], "compared": "bits"}
-    assert compare_neighbors(digests) == (accused if stage else {"outcome": "same"})
-
-
-@pytest.mark.parametrize(("device", "models"), [("cuda", ["a", "a"]), ("cpu", ["a", "b"])])
-def test_devices_with_other_kernels_are_not_compared(monkeypatch, device, models):
-    monkeypatch.setattr("utils.training.rerun.objects_from_all", lambda own: models)
-    monkeypatch.setattr("utils.training.rerun.model_of", lambda device: "a")
-    accelerator = SimpleNamespace(num_processes=2, process_index=0, device=torch.device(device))
-    rerun = Rerun(SimpleNamespace(accelerator=accelerator, state=SimpleNamespace(step=0)))
-    rerun._executions = [Execution([], None)]
-    assert rerun._compare_ranks() == {"outcome": "not comparable", "devices": sorted(set(models))}
+    of = lambda rank, pair: [[pair[rank == 1]] * 2] * 2  # noqa: E731 - own batches and the other's; loss and gradient
+    outcome = compare_neighbors([of(rank, bits) for rank in range(3)], [of(rank, sizes) for rank in range(3)], exact)
+    accused = {"stage": "loss", "ranks": [1], "compared": "bits" if exact else "sizes"}
+    assert outcome == {"outcome": found} | (accused if found == "ranks differ" else {})
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -24,6 +25,7 @@ from utils.training.run import Run
 STAGES = ("batch", "loss", "own gradient", "gradient", "optimizer", "weights", "ema")
 MOST = 4  # times that an update is made, where the first two differ
 FAR = 8.0  # times the distance of the others from each other, beyond which a result is not one of them
+FAR_OF_RANKS = 0.1  # of a loss or of a gradient's norm, by which no other kernel's rounding moves it
 
 
 class Execution(NamedTuple):
@@ -112,8 +114,10 @@ class Rerun:
         for hook in self._hooks:
             hook.remove()
         outcome = self._compare() if len(made) > 2 else {"outcome": "same"}
-        if outcome["outcome"] == "same":
-            outcome = self._compare_ranks()
+        if outcome["outcome"] != "wrong":
+            same = outcome["outcome"] == "same"
+            neighbors = self._compare_ranks(exact=same)
+            outcome = neighbors if same or neighbors["outcome"] == "ranks differ" else outcome
         if not self.replaced:
             made[0].after.restore_counters()  # what looks at the first time alone has counted then
         self._stance.close()
@@ -161,24 +165,26 @@ class Rerun:
         own = own.nan_to_num(torch.inf, posinf=torch.inf).to(self._run.accelerator.device)
         return torch.tensor(from_all(self._run.accelerator, own[None])).amax(0).tolist()
 
-    def _compare_ranks(self) -> dict[str, Any]:
-        """A device that errs alike each time is found by another one of the same model, where kernels are not chosen."""
+    def _compare_ranks(self, exact: bool) -> dict[str, Any]:
+        """A device that errs alike each time is found by another device. `exact`: whether the update is the same each time."""
         run, after = self._run, self._executions[0].after
         ranks, rank = run.accelerator.num_processes, run.accelerator.process_index
         if ranks == 1:
             return {"outcome": "same"}
-        models = sorted(set(objects_from_all([model_of(run.accelerator.device)])))
-        if len(models) > 1 or not (self._repeats or torch.are_deterministic_algorithms_enabled()):
-            return {"outcome": "not comparable", "devices": models}
-        everyone, found = objects_from_all([tree_map(_copy, self._kept)]), []
+        everyone = objects_from_all([(model_of(run.accelerator.device), tree_map(_copy, self._kept))])
+        found = []
         for other in (rank, (rank - 1) % ranks):
             self._before.restore()
-            found.append(self._local(everyone[other], other))
+            found.append(self._local(everyone[other][1], other))
         after.restore()
-        return compare_neighbors(from_all(run.accelerator, torch.stack(found)[None]))
+        # Of each rank: of its own batches, then of those of the other; of each of both: of the loss, then of the gradient.
+        bits, sizes = (from_all(run.accelerator, torch.stack(each)[None]) for each in zip(*found))
+        exact &= len({model for model, _ in everyone}) == 1 and (self._repeats or torch.are_deterministic_algorithms_enabled())
+        found = compare_neighbors(bits, sizes, exact)
+        return found if found["outcome"] != "not comparable" else found | {"devices": sorted({m for m, _ in everyone})}
 
-    def _local(self, batches: list[dict], rank: int) -> Tensor:
-        """Digests of loss and gradient of these batches of that rank, which no other rank adds to."""
+    def _local(self, batches: list[dict], rank: int) -> tuple[Tensor, Tensor]:
+        """Digests and norms of loss and gradient of these batches of that rank, which no other rank adds to."""
         run, accelerator = self._run, self._run.accelerator
         [model] = accelerator._models
         losses = []
@@ -189,26 +195,50 @@ class Rerun:
                 losses.append(run.objective.losses(model, **drawn).trained)
                 accelerator.backward(losses[-1].mean())
         gradients = [p.grad for p in run.objective.network.parameters() if p.grad is not None]
-        found = torch.stack([digest([loss.detach() for loss in losses]), digest(joined(gradients))])
+        losses = [loss.detach() for loss in losses]
+        found = torch.stack([digest(losses), digest(joined(gradients))])
+        # Losses have either sign where their uncertainty is learned, and a sum near 0.
+        sizes = torch.stack([_norm(losses), _norm(gradients)])
         model.zero_grad()
-        return found
+        return found, sizes
 
 
-def compare_neighbors(digests: list) -> dict[str, Any]:
-    """What ranks made of their own batches beside what their neighbors made of the same: `digests` [processes x 2 x 2] are of
-    each rank, of its own batches and of those of the rank before it: of the loss and of the gradient."""
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """float32, of all of them as one."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)).float())
+
+
+def compare_neighbors(bits: list, sizes: list, exact: bool) -> dict[str, Any]:
+    """What ranks made of their own batches beside what their neighbors made of the same.
+
+    Args:
+        bits: [processes x 2 x 2]: of each rank, of its own batches and of those of the rank before it: digests of the loss and
+            of the gradient.
+        sizes: alike, the norms of the losses and of the gradient.
+        exact: whether equal batches must have equal bits. Else kernels may be others on another device (of another model, or
+            as cuDNN chooses), and only a difference that no rounding makes is one.
+    """
+    ranks, unlike = len(bits), False
     suspects: dict[str, list[set[int]]] = {"loss": [], "gradient": []}
-    for rank, (own, _) in enumerate(digests):
-        neighbor = (rank + 1) % len(digests)
+    for rank in range(ranks):
+        neighbor = (rank + 1) % ranks
         for place, pairs in enumerate(suspects.values()):
-            if own[place] != digests[neighbor][1][place]:
+            differs = bits[rank][0][place] != bits[neighbor][1][place]
+            unlike |= differs
+            if differs and (exact or _far(sizes[rank][0][place], sizes[neighbor][1][place])):
                 pairs.append({rank, neighbor})
     pairs = suspects["loss"] + suspects["gradient"]
     if not pairs:
-        return {"outcome": "same"}
+        return {"outcome": "not comparable" if unlike else "same"}
     named = set.intersection(*pairs) or set.union(*pairs)
     stage = next(stage for stage, found in suspects.items() if found)
-    return {"outcome": "ranks differ", "stage": stage, "ranks": sorted(named), "compared": "bits"}
+    return {"outcome": "ranks differ", "stage": stage, "ranks": sorted(named), "compared": "bits" if exact else "sizes"}
+
+
+def _far(a: float, b: float) -> bool:
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.isfinite(a) or math.isfinite(b)  # a loss that diverged did so on both
+    return abs(a - b) > FAR_OF_RANKS * min(abs(a), abs(b))
 
 
 def model_of(device: torch.device) -> str:
