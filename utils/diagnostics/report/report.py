@@ -43,7 +43,7 @@ def write_report(record: RunRecord, findings: list, path: Path) -> None:
 
     Raises OSError where the disk does not take it.
     """
-    functions = (plot, bars, picture, strip, covered, evaluation_rows, figure_rows, probe_rows, profile_rows, sample_rows)
+    functions = (plot, bars, picture, strip, covered, evaluation_rows, figure_rows, probe_rows, sample_rows)
     marked = [finding for finding in findings if finding.step is not None]
     given = {
         **{function.__name__: function for function in functions},
@@ -152,10 +152,6 @@ def _duration(seconds: float) -> str:
 
 
 # ---- tables
-
-
-def profile_rows(profile: dict) -> list[list[str]]:
-    return [[row["name"], f"{row['calls']:,}", f"{row['seconds']:.3g}", f"{row['share']:.1%}"] for row in profile["rows"]]
 
 
 def probe_rows(first: dict, newest: dict, several: bool) -> list[list[str]]:
