@@ -534,12 +534,10 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
         """Sets what the flags mean for flow matching. Raises UserError for flags of the other objective."""
         is_flow = self.objective == "flow"
         others = _OF_CHAINS if is_flow else ("P_mean", "P_std")
-        for name in (
-            name for name in sorted(self.given.intersection(others)) if getattr(self, name) != getattr(type(self), name)
-        ):
-            raise UserError(
-                f"--{name} does not go with --objective {self.objective}\nleave --{name} out, or change --objective"
-            )
+        for name in sorted(self.given.intersection(others)):
+            if getattr(self, name) != getattr(type(self), name):
+                goes = f"--{name} does not go with --objective {self.objective}"
+                raise UserError(f"{goes}\nleave --{name} out, or change --objective")
         if is_flow and self.P_mean is None and self.P_std != type(self).P_std:
             raise UserError("--P_std needs --P_mean: without it, all noise levels are trained alike\nset --P_mean 0")
         if is_flow:  # a preset may have others
