@@ -56,13 +56,16 @@ class Doctor:
         if not any(one.mixture for one in step.passes) and not self.seen.mixed() and self.session.turn():
             self.seen.steps.clear()
             return
+        by_hand = isinstance(recorded.optimizer, ByHand)
+        if self.seen.by_hand and not by_hand:
+            self.seen.steps.clear()
+        self.seen.by_hand = by_hand
         self.seen.options, self.seen.asked_numbers = self._options.values(), self._options.numbers()
         self.seen.asked_words = self._options.words()
         if not self.seen.steps:
             self.seen.predictions, self.seen.alphas_cumprod = declared()
-            self.seen.by_hand = isinstance(recorded.optimizer, ByHand)
-            self.optimizer = "weights written by the script itself, which is not judged" if self.seen.by_hand else ""
-            self.optimizer = self.optimizer or type(recorded.optimizer).__name__
+            own = "weights written by the script itself, which is not judged"
+            self.optimizer = own if by_hand else type(recorded.optimizer).__name__
             self.network = self.network or owner_of(recorded.parameters)
         self.seen.steps.append(step)
         self.ranks.tell(recorded.update, digests(recorded, step))

@@ -290,7 +290,11 @@ class Session:
         """At its first step."""
         self._made[optimizer] = 0
         self._optimizers.add(optimizer)
-        if self._main is None or optimizer is self._main:  # the only one so far, or the one that was told
+        if isinstance(self._main, ByHand):  # what wrote to the weights was no step, but a network that normalizes its own
+            self._stop()
+            del self._made[self._main]
+            self._begin(optimizer)
+        elif self._main is None or optimizer is self._main:  # the only one so far, or the one that was told
             self._main = optimizer
         elif _same_parameters(optimizer, self._main):  # it was made anew
             self._made[optimizer] = self.updates

@@ -99,6 +99,29 @@ def test_a_penalty_of_a_gradient_is_no_update():
     assert said.startswith("23 updates of Network") and found == []  # of three passes over the images
 
 
+def test_a_network_that_writes_to_its_weights_in_each_pass_has_its_optimizer():
+    """As EDM2's, before the first step of an update of several micro steps."""
+
+    class Normalized(Network):
+        def forward(self, x, t):
+            with torch.no_grad():
+                self.first.weight.copy_(self.first.weight / self.first.weight.flatten(1).norm(dim=1)[:, None, None, None])
+            return super().forward(x, t)
+
+    def style(loss, updates):
+        network = Normalized()
+        optimizer = torch.optim.Adam(network.parameters(), 1e-3)
+        for step in range(1, 8 * updates + 1):
+            (loss(network, pictures()[torch.randint(0, 64, (8,))]) / 8).backward()
+            if step % 8 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    found, said, _ = watched(style, loss_of)
+    assert said.startswith("22 updates of Normalized") and "; Adam" in said
+    assert found == []
+
+
 def test_one_that_draws_nothing_by_torch_is_not_judged():
     drawn = torch.randn(64, 3, 8, 8).numpy()
 
