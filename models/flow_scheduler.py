@@ -16,8 +16,10 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 class FlowScheduler(SchedulerMixin, ConfigMixin):
     """Euler's method on dx / dsigma = n - y. The network is told the timestep sigma x num_train_timesteps.
 
-    `prediction_type`: "v_prediction" (the velocity n - y) or "sample" (y). Noise levels lie as those of diffusers' scheduler:
-    evenly from 1 to 1 / num_train_timesteps, then 0. `shift` is of its config, too; nothing but 1, for none, is possible.
+    `prediction_type`: "v_prediction" (the velocity n - y) or "sample" (y). Noise levels of the velocity lie as those of
+    diffusers' scheduler: evenly from 1 to 1 / num_train_timesteps, then 0. Those of n steps of a clean image end with 1 / n and
+    0, for its last prediction becomes the image, and a network learns little where there is hardly any noise. `shift` is
+    of diffusers' config, too; nothing but 1, for none, is possible.
     """
 
     order = 1
@@ -38,7 +40,8 @@ class FlowScheduler(SchedulerMixin, ConfigMixin):
 
     def set_timesteps(self, num_inference_steps: int, device: torch.device | str | None = None) -> None:
         """Starts a chain. The noise levels stay on the CPU, so that reading them never waits for a device."""
-        levels = torch.linspace(1.0, 1.0 / self.config.num_train_timesteps, num_inference_steps, dtype=torch.float64)
+        count = num_inference_steps if self.config.prediction_type == "sample" else self.config.num_train_timesteps
+        levels = torch.linspace(1.0, 1.0 / count, num_inference_steps, dtype=torch.float64)
         self.sigmas = torch.cat([levels, levels.new_zeros(1)])
         # Of second order: sigma_0, sigma_1 twice, ...: where the first half of a step ends, its second half looks.
         self._evaluated = levels.repeat_interleave(self.order)[self.order - 1 :]
