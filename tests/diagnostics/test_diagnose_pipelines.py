@@ -174,7 +174,7 @@ def other_unet(folder: Path, **config) -> None:
     ("make", "message"),
     [
         (lambda p: save(p, EDMEulerScheduler()), "EDMEulerScheduler"),
-        (lambda p: save(p, FlowMatchEulerDiscreteScheduler()), "FlowMatchEulerDiscreteScheduler"),
+        (lambda p: save(p, FlowMatchEulerDiscreteScheduler(shift=3.0)), "another shift than FlowMatchEulerDiscreteScheduler"),
         (lambda p: edit(save(p) / "model_index.json", unet=["models", "EDM2UNet"]), "the unet of class EDM2UNet"),
         (lambda p: other_unet(p, out_channels=6), "3 input channels and 6 output"),
         (lambda p: other_unet(p, num_class_embeds=10), "class-conditional"),
