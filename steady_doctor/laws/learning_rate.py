@@ -10,6 +10,7 @@ ADAMS = ("Adam", "AdamW", "NAdam", "RAdam")
 HIGH = 0.02  # of Adam's kind; 0.01 is that of networks whose weights are normalized
 LOW = 1e-8
 STEP = 0.5  # of the size of a typical layer's weights, in one update
+NO_STEP = 0.05  # of it: a high rate that moves large weights by less is none, as of networks that normalize them in each pass
 ENOUGH = 8  # updates, before a schedule is judged by what it did
 NOTHING = 1e-5  # of the highest rate: where it stays below that, nothing is learned any more
 AT_END = 0.25  # of the run
@@ -55,9 +56,11 @@ def size(seen: Seen) -> Iterator[Found]:
     (first, optimized), highest = steps[0], max(rates.highest for rates in groups)
     kind, lowest = optimized.kind, min(min(rates.values) for rates in groups)
     is_normalized = any(update.normalized for update, _ in known)
+    rates_then = [max((group["lr"] for group in one.settings if "lr" in group), default=0.0) for _, one in steps]
+    moves = max((one.size * highest / rate for rate, (_, one) in zip(rates_then, steps) if rate > 0), default=0.0)
     if lowest < 0:
         yield Found("rate-negative", first, {"rate": lowest})
-    if kind in ADAMS and highest >= HIGH and not is_normalized:
+    if kind in ADAMS and highest >= HIGH and not is_normalized and moves > NO_STEP:
         yield Found("rate-high", first, {"rate": highest, "optimizer": kind})
     number, largest = max(steps, key=lambda step: step[1].size)
     if largest.size > STEP:

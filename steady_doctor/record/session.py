@@ -188,7 +188,7 @@ class Session:
             if begun:
                 self.tape.over = self._weights.changed  # type: ignore[union-attr]
             else:
-                if self.tape is None and self._is_due(self.updates + 2):
+                if self.tape is None and self._advance(self.updates + 2):
                     self._record(self.updates + 2)
                 if self.tape is not None:
                     self.tape.waits = self._weights.changed  # by the step of this update
@@ -248,7 +248,7 @@ class Session:
         number = self.loads.count
         tensors = self.loads.add(iterator, batch, self.updates)
         if self.tape is not None and self._recorded is not None:
-            self.tape.begin()
+            self.tape.before_draw()
             self.tape.known(tensors, "data", number)
             self._recorded.handled.append((handling, max((len(x) for x in tensors if x.ndim > 2), default=0)))
 
@@ -323,7 +323,7 @@ class Session:
     def _between(self) -> None:
         """When an update is over."""
         self._judge_recorded()
-        if self._is_due(self.updates + 1):
+        if self._advance(self.updates + 1):
             self._record(self.updates + 1)
 
     def _judge_recorded(self) -> None:
@@ -344,7 +344,8 @@ class Session:
                 self._judge(recorded)
             del recorded  # before the garbage collector counts as usual
 
-    def _is_due(self, update: int) -> bool:
+    def _advance(self, update: int) -> bool:
+        """Returns whether this update is to be recorded; the next one that is comes later then."""
         due = update >= self._next
         while update >= self._next:
             self._next = next(self._due)

@@ -87,7 +87,7 @@ class Tape(Replay, TorchDispatchMode):
         if self.paused or os.getpid() != self._process:  # a worker that was forked while this records
             return func(*args, **kwargs)
         if (self.waits or self.over) and Traits.of(func).draws:
-            self.begin()
+            self.before_draw()
         if self.waits or self.paused:
             return func(*args, **kwargs)
         call: tuple[Op, list, set, list] | None = None
@@ -103,8 +103,8 @@ class Tape(Replay, TorchDispatchMode):
                 self._fail(error)
         return result
 
-    def begin(self) -> None:
-        """Before something is drawn or loaded: the first of an update that it waits for, or of the one after it."""
+    def before_draw(self) -> None:
+        """Before something is drawn or loaded: begins where it waits for this update, ends where that is of the next one."""
         if self.waits and self.waits():
             self.waits = None
         elif self.over and self.over():

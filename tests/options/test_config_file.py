@@ -92,6 +92,14 @@ def test_a_run_from_a_file_is_recorded_and_resumes_by_its_values(train, tiny_fla
         train([*resumed, "--config", file])
 
 
+def test_a_flag_that_is_gone_may_stand_in_a_record_unused(tmp_path):
+    content = {"options": {"dataset_name": "d", "profile": None}}
+    assert train_ddpm.parse_args(["--config", written(tmp_path, json.dumps(content), "options.json")]).dataset_name == "d"
+    content["options"]["profile"] = 20
+    with pytest.raises(UserError, match="profile is no longer a flag\nuse a profiler"):
+        train_ddpm.parse_args(["--config", written(tmp_path, json.dumps(content), "options.json")])
+
+
 def test_a_record_on_another_number_of_processes_keeps_the_update(tmp_path):
     content = {"options": {"dataset_name": "d", "global_batch_size": 64, "train_batch_size": 16, "streaming": False}}
     content["options"]["gradient_accumulation_steps"] = 4  # on one process

@@ -49,6 +49,9 @@ def test_a_name_that_no_option_has_cannot_be_allowed():
 
 def test_a_flag_that_an_earlier_version_did_not_have_was_at_its_default():
     assert check_options(SAVED, SAVED | {"data_range": None, "class_conditional": False, "label_dropout": 0.1}, []) == []
+    assert check_options(SAVED, SAVED | {"objective": "ddpm", "P_mean": None, "P_std": 1.0}, []) == []
+    with pytest.raises(UserError, match="objective: ddpm in the checkpoint, flow now"):
+        check_options(SAVED, SAVED | {"objective": "flow", "P_mean": None, "P_std": 1.0}, [])
     with pytest.raises(UserError, match=r"data_range: None in the checkpoint, \[-1, 1\] now"):
         check_options(SAVED, SAVED | {"data_range": [-1, 1]}, [])
 

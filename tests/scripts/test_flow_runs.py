@@ -33,6 +33,10 @@ def run(request, train, tiny_flags, tmp_path_factory):
     return folder, flags
 
 
+def prediction_of(run) -> str:
+    return "sample" if "sample" in run[1] else "v_prediction"
+
+
 def test_continued_bit_for_bit(run, train):
     folder, flags = run
     shutil.copytree(folder / "whole" / "checkpoint-4", folder / "parts" / "checkpoint-4")
@@ -49,21 +53,21 @@ def test_the_doctor_measured_all_and_found_nothing(run):
 
 
 @pytest.mark.slow
+def test_diffusers_loads_it_in_a_process_without_this_repository(run):
+    check_pipeline(run[0] / "whole")
+
+
+@pytest.mark.parametrize("run", ["velocity"], indirect=True)
 def test_diffusers_makes_the_images_that_the_run_makes(run):
     pipeline = run[0] / "whole"
-    check_pipeline(pipeline)  # in a process without this repository
     unet, config = load_network(str(pipeline))
-    if unet.config.num_class_embeds or config["prediction_type"] == "sample":
-        return
-    noise = randomness.normal(0, "sample", torch.arange(2), (1, 16, 16))
     plan = SamplePlan(make_sampler("euler", config), 6, (1, 16, 16), 0, 2, "cpu")
     ours = sample(unet.eval(), plan, torch.arange(2))
-    theirs = DDPMPipeline.from_pretrained(pipeline)
-    x, theirs.unet = noise, theirs.unet.eval()
+    x, theirs = randomness.normal(0, "sample", torch.arange(2), (1, 16, 16)), DDPMPipeline.from_pretrained(pipeline)
     theirs.scheduler.set_timesteps(6)
     with torch.no_grad():
         for timestep in theirs.scheduler.timesteps:
-            x = theirs.scheduler.step(theirs.unet(x, timestep).sample, timestep, x).prev_sample
+            x = theirs.scheduler.step(theirs.unet.eval()(x, timestep).sample, timestep, x).prev_sample
     assert (ours - x.clamp(-1, 1)).abs().max() < 1e-4
 
 
@@ -89,7 +93,7 @@ def test_a_checkpoint_knows_its_network_without_an_export(run, tmp_path):
     checkpoint.parent.mkdir()
     checkpoint.symlink_to(run[0] / "whole" / "checkpoint-4")
     unet, config = load_network(str(checkpoint))
-    assert config["prediction_type"] == load_network(str(run[0] / "whole"))[1]["prediction_type"]
+    assert config["prediction_type"] == prediction_of(run)
     weights = load_file(checkpoint / "ema.safetensors")
     assert torch.equal(unet.conv_in.weight, weights["conv_in.weight"])
 
@@ -126,14 +130,16 @@ def test_the_preset_of_the_digits_goes_with_it(tmp_path, capsys):
     assert vars(again) == vars(train_ddpm.parse_args(["--objective", "flow"]))
 
 
-def test_its_averages_and_figures_are_taken_as_it_was_trained(run):
-    wanted = load_network(str(run[0] / "whole"))[1]["prediction_type"]
-    for of in ("", "checkpoint-4"):
-        assert load_run(run[0] / "whole", str(run[0] / "whole" / of))[1].config.prediction_type == wanted
-        if "class" in str(run[1]):
-            continue
-        config = load_unconditional(str(run[0] / "whole" / of))[1]
-        assert training_scheduler(config).config.prediction_type == wanted
+@pytest.mark.parametrize("of", ["", "checkpoint-4"])
+def test_its_averages_are_taken_as_it_was_trained(run, of):
+    assert load_run(run[0] / "whole", str(run[0] / "whole" / of))[1].config.prediction_type == prediction_of(run)
+
+
+@pytest.mark.parametrize("run", ["velocity", "clean images"], indirect=True)
+@pytest.mark.parametrize("of", ["", "checkpoint-4"])
+def test_it_is_examined_as_it_was_trained(run, of):
+    config = load_unconditional(str(run[0] / "whole" / of))[1]
+    assert training_scheduler(config).config.prediction_type == prediction_of(run)
 
 
 def test_a_run_of_ddpm_does_not_start_from_it(run, train, tiny_flags, tmp_path):

@@ -368,3 +368,23 @@ def test_a_loss_that_joins_each_sample_with_all_others(loss):
         return loss(network(noised[:, None]), noise)  # [B, 1, L] and [B, L]
 
     assert "weight-square" in train(network, loss_of, data=torch.randn(64, 256))[0]
+
+
+class OfUnitWeights(Network):
+    """It normalizes its weights in each pass, and leaves them as large as they are."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in (self.first, self.last):
+            nn.init.normal_(layer.weight)
+            layer.bias = None
+
+    def forward(self, x, t):
+        first, last = (w / w.flatten(1).norm(dim=1)[:, None, None, None] for w in (self.first.weight, self.last.weight))
+        hidden = torch.relu(nn.functional.conv2d(x, first, padding=1) + self.embedding(t))
+        return nn.functional.conv2d(hidden, last, padding=1)
+
+
+def test_a_high_rate_of_large_weights_that_are_normalized_is_right():
+    assert train(network := OfUnitWeights(), vp(network), rate=0.02)[0] == []
+    assert "rate-high" in train(network := Network(), vp(network), rate=0.02)[0]

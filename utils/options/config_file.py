@@ -10,6 +10,7 @@ from utils.options.paths import located
 from utils.options.values import Values
 
 HIDDEN = "<hidden>"  # in place of a secret
+REMOVED = {"profile": "use a profiler that starts the script: py-spy record, or nsys profile on a GPU"}  # flag -> what instead
 
 
 def read_config(
@@ -33,6 +34,8 @@ def read_config(
     found = {}
     for key, value in content.items():
         name = key.replace("-", "_")
+        if name in REMOVED and value in (None, ""):  # of an earlier run, which did not use it
+            continue
         if name not in values:
             raise KeyError(key)
         try:

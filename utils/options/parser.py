@@ -19,11 +19,10 @@ from typing import Any, ClassVar, NoReturn, TypeVar, get_type_hints
 
 from utils.core.errors import UserError
 from utils.core.versions import about_version
-from utils.options.config_file import HIDDEN, config_text, read_config
+from utils.options.config_file import HIDDEN, REMOVED, config_text, read_config
 from utils.options.values import Values
 
 T = TypeVar("T", bound="Options")
-REMOVED = {"profile": "use a profiler that starts the script: py-spy record, or nsys profile on a GPU"}  # flag -> what instead
 
 
 def flag(default: Any = None, help: str = "", **about) -> Any:

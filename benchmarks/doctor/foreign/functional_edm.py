@@ -2,9 +2,11 @@
 EDM2-flavoured training on the sklearn digits, ported from a JAX code base: parameters are a dict that is handed to
 torch.func.functional_call, random numbers come from one numpy Generator, and EMA lengths are chosen after training.
 """
+
 import argparse
 import dataclasses
 import functools
+import itertools
 import pathlib
 
 import numpy as np
@@ -227,7 +229,7 @@ def sample(net, params, onehot, seed, steps=8, sigma_min=0.002, sigma_max=80, rh
     sigmas = torch.tensor([*sigmas, 0.0], dtype=torch.float32)
     noise = np.random.default_rng(seed).standard_normal((len(onehot), 1, 16, 16)).astype(np.float32)
     x = torch.from_numpy(noise) * sigmas[0]
-    for s, s_next in zip(sigmas[:-1], sigmas[1:]):
+    for s, s_next in itertools.pairwise(sigmas):
         d = (x - denoise((x, s.expand(len(x)), onehot))) / s
         x_next = x + (s_next - s) * d
         if s_next > 0:
@@ -240,9 +242,30 @@ def sample(net, params, onehot, seed, steps=8, sigma_min=0.002, sigma_max=80, rh
 def main():
     parser = argparse.ArgumentParser()
     for name, default in dict(
-        steps=64, batch_size=32, accum=1, lr=2e-2, rampup=4, decay_steps=40, optimizer="adam", clip=0.0, channels=16, dropout=0.0,
-        label_dropout=0.0, shift=0, sigma_data=0.5, p_mean=-1.2, p_std=1.2, uncertainty=1, precision="fp32",
-        ema_stds="0.05,0.10", posthoc_std=0.075, snapshot_every=16, preview_every=32, log_every=1, seed=7, outdir="functional_edm_out",
+        steps=64,
+        batch_size=32,
+        accum=1,
+        lr=2e-2,
+        rampup=4,
+        decay_steps=40,
+        optimizer="adam",
+        clip=0.0,
+        channels=16,
+        dropout=0.0,
+        label_dropout=0.0,
+        shift=0,
+        sigma_data=0.5,
+        p_mean=-1.2,
+        p_std=1.2,
+        uncertainty=1,
+        precision="fp32",
+        ema_stds="0.05,0.10",
+        posthoc_std=0.075,
+        snapshot_every=16,
+        preview_every=32,
+        log_every=1,
+        seed=7,
+        outdir="functional_edm_out",
     ).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     cfg = parser.parse_args()
