@@ -88,14 +88,17 @@ class Recorded:
         """Another optimizer makes a step."""
         self.is_over = bool(self.roots)
 
-    def before_backward(self, roots: list[Tensor]) -> None:
-        if self.is_over:  # and another pass begins
+    def before_backward(self, roots: list[Tensor], is_held: bool = False) -> None:
+        """`is_held`: what it gives will not stand at the parameters."""
+        was_held = any(gradient is not None for gradient in self._given)
+        if self.is_over or was_held and not is_held:  # and another pass begins, or what was asked of was no part of the step
+            self._given = [None] * len(self.parameters)
             for passes in (self.events, self.weights, self.before, self.after, self.roots, self.tape.roots, self.finite):
                 passes.clear()
             self.is_over = False
         self.events.append((len(self.tape.ops), "backward"))
         self.weights.append(Samples(self.parameters))
-        self.before.append(self._gradients())
+        self.before.append(Samples(self._given) if is_held else self._gradients())
         for root in roots:
             self.tape.root(root)
             self.finite.append(torch.isfinite(root).all())
@@ -106,7 +109,8 @@ class Recorded:
         if given is not None:
             known = [(g, given.get(id(parameter))) for g, parameter in zip(self._given, self.parameters)]
             self._given = [new if old is None or new is None else old + new for old, new in known]
-        self.after.append(self._gradients())
+            self.tape.known((gradient for gradient in given.values() if gradient is not None), "asked")
+        self.after.append(self._gradients() if given is None else Samples(self._given))
         if isinstance(self.optimizer, ByHand) or any(what == "step" for _, what in self.events):  # a closure's, within the step
             self.no_gradient = 0
             self._look_at_gradients()
@@ -162,7 +166,8 @@ class Recorded:
         return Samples(self._of_parameters())
 
     def _of_parameters(self) -> list[Tensor | None]:
-        return [parameter.grad if given is None else given for parameter, given in zip(self.parameters, self._given)]
+        held = self._given if isinstance(self.optimizer, ByHand) else [None] * len(self.parameters)
+        return [parameter.grad if given is None else given for parameter, given in zip(self.parameters, held)]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from steady_doctor.record.by_hand import ByHand, Weights, asks_of_weights, leaves_of
+from steady_doctor.record.by_hand import ByHand, Weights, asks_of_weights, has_most, leaves_of
 from steady_doctor.record.copies import Copies
 from steady_doctor.record.history import History
 from steady_doctor.record.loads import Handling, Loads
@@ -156,11 +156,11 @@ class Session:
             self._safely(self._after_backward)
 
     def _grad(self, original: Callable, outputs: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
-        """The backward pass of a script without an optimizer of torch."""
-        if self._inside or not (self._main is None or isinstance(self._main, ByHand)):
-            return original(outputs, inputs, *arguments, **options)
+        """The backward pass of a script that holds its gradients itself, and may give them to an optimizer later."""
         roots, weights = ([given] if isinstance(given, Tensor) else list(given) for given in (outputs, inputs))
-        if not asks_of_weights(roots, weights, bool(options.get("create_graph", arguments[2:3] == (True,)))):
+        creates_graph = bool(options.get("create_graph", arguments[2:3] == (True,)))
+        own = parameters_of(self._main) if isinstance(self._main, Optimizer) else []
+        if self._inside or not asks_of_weights(roots, weights, creates_graph) or not has_most(weights, own):
             return original(outputs, inputs, *arguments, **options)
         self._safely(self._before_backward, roots, weights)
         self._inside += 1
@@ -176,7 +176,7 @@ class Session:
         if self._main is None or isinstance(self._main, ByHand):
             self._look_at_weights(leaves_of(roots) if weights is None else weights)
         if self.tape is not None and self._recorded is not None and not self.tape.waits:
-            self._recorded.before_backward(roots)
+            self._recorded.before_backward(roots, is_held=weights is not None)
 
     def _after_backward(self, gradients: dict[int, Tensor] | None = None) -> None:
         self.history.passed()
