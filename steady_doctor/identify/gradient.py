@@ -57,7 +57,7 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     found = Gradient(len(recorded.before), norm=whole.norm, finite=whole.finite, unowned=recorded.unowned)
     found.left_to_optimizer = recorded.left_to_optimizer
     found.parameters = len(recorded.parameters)
-    wants = [parameter.requires_grad and parameter.numel() > 1 for parameter in recorded.parameters]
+    wants = [parameter.requires_grad and parameter.numel() > 1 for parameter in recorded.computing]
     found.wanted = sum(wants)
     found.missed = bool(recorded.clips) and not any(recorded.clips)
     found.cut = _cut(recorded)

@@ -136,8 +136,11 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
     sources = {source for each in given for source in tape.sources(each.value.content)}
     may_be = {source for source in sources if _may_be_noise(source, tape)}
     size = max((each.value.shape[0] for each in given if each.value.floating and each.value.shape), default=1)
-    of_one = max(map(numel, may_be), default=0) // size
-    bits = sum(1 << source.index for source in may_be if numel(source) * PART > of_one and numel(source) > LEAST)
+    most = max(map(numel, may_be), default=0)
+    of_samples = {source for source in may_be if numel(source) * PART * size > most and numel(source) > LEAST}
+    of_samples = {source for source in of_samples if numel(source) != size or most == size}  # else it is a level
+    drawn = {source for source in of_samples if source.kind == "drawn"}  # beside it, what is normal is data
+    bits = sum(1 << source.index for source in drawn or of_samples)
     told = 0
     for each in given:
         if not each.value.content & bits:
@@ -178,7 +181,7 @@ def _inputs(tape: Tape, given: list[Given], noises: int) -> Iterator[tuple[Op, O
 
     seen: set[Op] = set()
     in_order = dict.fromkeys(each.value for each in given if each.value.floating)  # a target is met after the input
-    for each in sorted(in_order, key=rank, reverse=True)[:3]:
+    for each in sorted(in_order, key=rank, reverse=True)[:8]:
         if not each.content & noises:
             break
         upstream = [op for op in reversed(tape.upstream(each)) if op.kind == "op" and op.floating]
@@ -205,7 +208,7 @@ def _mixture(tape: Tape, op: Op, noises: int, levels: int) -> Mixture | None:
         return None
     upstream = tape.upstream(op)
     pure = [each for each in upstream if each.content and not (each.content & ~noises or each.rows & levels) and each.floating]
-    pure = [each for each in pure if each is not op] or pure
+    pure = [each for each in pure if each is not op and len(each.outs) == 1] or pure
     for noise in reversed(pure):
         if numel(noise) not in (value.numel(), 1) and not _broadcasts(noise.shape, value.shape):
             continue
@@ -291,13 +294,18 @@ def _levels(tape: Tape, mixture: Mixture, given: list[Given]) -> list[Op]:
     small = [
         source
         for source in tape.sources((mixture.input.content | mixture.input.rows) & ~mixture.noise.content)
-        if numel(source) <= mixture.size and source.kind in ("drawn", "data", "outside")
+        if source.kind in ("drawn", "data", "outside") and (numel(source) <= mixture.size or _is_for_many(source, mixture.size))
     ]
     told = 0
     for each in _beside(mixture, given):
         told |= each.value.made_of
     known = [source for source in small if 1 << source.index & told]
     return list(dict.fromkeys([*(known or [source for source in small if source.kind == "drawn"]), *_picking(tape, mixture)]))
+
+
+def _is_for_many(source: Op, size: int) -> bool:
+    """Whether it may hold a level for each sample of several passes, which take their parts of it."""
+    return source.kind == "drawn" and numel(source) == max((1, *source.shape)) and numel(source) % size == 0
 
 
 def _picking(tape: Tape, mixture: Mixture) -> Iterator[Op]:
@@ -307,7 +315,11 @@ def _picking(tape: Tape, mixture: Mixture) -> Iterator[Op]:
             which = 0
             for _, last in op.reads[1:]:
                 which |= last.choice
-            yield from (source for source in tape.sources(which) if source.kind == "drawn" and numel(source) <= mixture.size)
+            yield from (
+                source
+                for source in tape.sources(which)
+                if source.kind == "drawn" and (numel(source) <= mixture.size or _is_for_many(source, mixture.size))
+            )
 
 
 def _beside(mixture: Mixture, given: list[Given]) -> list[Given]:
@@ -319,13 +331,15 @@ def _beside(mixture: Mixture, given: list[Given]) -> list[Given]:
 def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     """Notes what the network is told: the values of one number a sample through which all passes that it gets of the level."""
     levels = sum(1 << source.index for source in mixture.levels)
+    is_shared = float(mixture.b.max() - mixture.b.min()) <= LINEAR * float(mixture.b.abs().max())
+    sizes = {1, mixture.size} if is_shared else {mixture.size}  # else one number for all is none that the level comes from
     found: list[tuple[Op, tuple[Tensor, ...]]] = []
     rounded: dict[Op, bool] = {}
     for each in _beside(mixture, given):
         if not each.value.made_of & levels or any(each.value is value for value, _ in found):
             continue
         way = [op for op in tape.upstream(each.value) if op.made_of & levels]
-        narrow = [op for op in _passed_by_all(way) if numel(op) in (1, mixture.size)]
+        narrow = [op for op in _passed_by_all(way) if numel(op) in sizes]
         values = [tape.value(op).double().flatten() for op in reversed(narrow)]
         rounded[each.value] = any(op.dtype in (torch.float16, torch.bfloat16) for op in narrow)
         found.append((each.value, tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)))

@@ -18,7 +18,7 @@ def identify_network(recorded: Recorded) -> Network:
     used = 0
     for root in recorded.tape.roots:
         used |= 0 if root is None else root.uses
-    wanted = [place for place, p in enumerate(recorded.parameters) if p.requires_grad and used >> place & 1]
+    wanted = [place for place, p in enumerate(recorded.computing) if p.requires_grad and used >> place & 1]
     if wanted:
         found.dead = sum(recorded.no_gradient >> place & 1 for place in wanted) / len(wanted)
     return found

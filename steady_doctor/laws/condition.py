@@ -80,7 +80,9 @@ def dropped(seen: Seen) -> Iterator[Found]:
         if not rows:
             continue
         count, share = sum(map(len, rows)), float(torch.cat(rows).double().mean())
-        if share - ERRORS * ((share * (1 - share) + 1 / count) / count) ** 0.5 > MOST_DROPPED:
+        error = ERRORS * ((share * (1 - share) + 1 / count) / count) ** 0.5
+        asked = (x for name, x in seen.options.items() if "drop" in name and isinstance(x, (int, float)))
+        if share - error > MOST_DROPPED and not any(abs(share - x) < error for x in asked):
             yield Found("condition-dropped", looks[0][0], {"share": share, "count": count})
 
 

@@ -15,6 +15,7 @@ FAR = 1.2  # beyond the range of images
 NARROW = 0.1  # between the darkest and the brightest number of a batch of images, which no photographs have
 HALF = 0.42, 0.52  # what images of a batch reach on both sides when their bytes are divided by 255 and 0.5 is taken off
 WHOLE, FAINT = 100, 1e-3  # signals of whole numbers up to that were not scaled; those with less spread hold nothing
+STANDARD = 0.3  # from the mean 0 and the spread 1, that batches may be
 RAW = 10.0  # of signals and coordinates in units of their own, over the noise
 WIDE = 0.25, 4.0  # between these the spread of latents may be
 ROUGH = 1.7  # times as rough as they would be otherwise
@@ -44,7 +45,7 @@ def range_(seen: Seen) -> Iterator[Found]:
     spread = max(clean.std for _, _, clean in looks)
     if high > BYTES and low > -2:
         yield Found("data-bytes", update, figures)
-    elif max(high, -low) > FAR * 2:
+    elif max(high, -low) > FAR * 2 and not all(_is_standard(clean) for _, _, clean in looks):
         yield Found("data-range", update, figures)
     elif high - low < NARROW and sum(clean.shape[0] for _, _, clean in looks) > 4:
         yield Found("data-nearly-one", update, figures | {"std": spread})
@@ -52,6 +53,11 @@ def range_(seen: Seen) -> Iterator[Found]:
         yield Found("data-unsigned", update, figures)
     elif HALF[0] < -low < HALF[1] and HALF[0] < high < HALF[1]:
         yield Found("data-halved", update, figures)
+
+
+def _is_standard(clean: Figures) -> bool:
+    """Fields and spectra, which have no range, are brought to the mean and the spread of the noise."""
+    return abs(clean.mean) < STANDARD and abs(clean.std - 1) < STANDARD
 
 
 def signals(seen: Seen) -> Iterator[Found]:

@@ -13,6 +13,7 @@ from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
 
 VARIES = 0.05  # of the logarithm of the weight
+NEAR, JUMP, SELDOM = 0.05, 0.2, 0.1  # in logarithms, of the SNR and of the weight; and a share of the neighbors
 STEEPEST = {
     "vp": 1.1,
     "edm": 1.1,
@@ -68,6 +69,8 @@ def form(seen: Seen) -> Iterator[Found]:
     in_image = weights.log_weight + factor.log()
     if is_likelihood(weights, in_image):
         return
+    if not _is_of_level(weights.log_snr, in_image):
+        return
     slope = _steepness(weights.log_snr, in_image)
     name = _known_slip(fits, weights)
     if name:
@@ -98,6 +101,12 @@ def of_image(target: str, snr: Tensor, kind: str, scale: float) -> Tensor | None
     if target in ("velocity", "backward"):
         return (1 + snr.sqrt()).square()
     return None
+
+
+def _is_of_level(x: Tensor, y: Tensor) -> bool:
+    """Whether samples of almost one level count alike; else there is more that decides, such as the set that an image is of."""
+    near = x.diff() < NEAR
+    return not bool(near.any()) or float((y.diff()[near].abs() > JUMP).double().mean()) < SELDOM
 
 
 def _steepness(x: Tensor, y: Tensor) -> tuple[float, float]:

@@ -50,9 +50,17 @@ class Recorded:
     """One recorded update: its tape, from the end of the step before to the end of its own step, and some numbers of each
     parameter and gradient at the events between."""
 
-    def __init__(self, tape: Tape, optimizer: Optimizer | ByHand, update: int, copies: Copies | None = None):
+    def __init__(
+        self,
+        tape: Tape,
+        optimizer: Optimizer | ByHand,
+        update: int,
+        copies: Copies | None = None,
+        computing: list[Tensor] | None = None,
+    ):
         self.tape, self.optimizer, self.update, self.copies = tape, optimizer, update, copies
         self.parameters = parameters_of(optimizer)
+        self.computing = computing or self.parameters  # what the network computes with
         self._given: list[Tensor | None] = [None] * len(self.parameters)  # gradients that the script holds itself
         self.events: list[tuple[int, str]] = []  # (length of the tape, "backward", "step" or "stepped")
         self.at_start = Samples(self.parameters)
@@ -69,7 +77,7 @@ class Recorded:
         self.left_to_optimizer = False  # to leave out this step where gradients are not finite
         self.no_gradient = 0  # bits of the parameters that want a gradient, and got one of exactly 0 there, or none
         self.finite: list[Tensor] = []  # bool: of what was differentiated
-        self.modules = Modules(self.parameters)
+        self.modules = Modules(self.computing)
         self.at_end: Samples | None = None  # weights at the end of an update that its loop ends itself
         self.told: Any = None  # see `driven.Told`; the following are of a loop that tells, too
         self.names: list[str] = []  # of the parameters
@@ -82,7 +90,31 @@ class Recorded:
         self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
         self.datasets: dict[int, int] = {}  # number of a batch of a loader, of the newest ones: the id of its dataset
         self.loads = self.loaded_at = 0  # batches that loaders have returned so far, and the update before the newest
-        tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
+        self._know_gradients()
+
+    def _know_gradients(self) -> None:
+        self.tape.known((p.grad for p in self.computing if p.grad is not None), "gradient")
+
+    def copied(self) -> list[Tensor] | None:
+        """What the network computes with, in the order of the optimizer's parameters, where it has none of these, but copies of
+        them that are made after each step, as in half precision."""
+        if not self.roots or any(root.uses for roots in self.roots for root in roots):
+            return None
+        left = list({id(parameter): parameter for parameter in self.tape.unowned}.values())
+        stands = Samples(left).rows
+        found: list[Tensor | None] = []
+        for parameter, row in zip(self.parameters, self.at_start.rows):
+            free = (k for k, p in enumerate(left) if p.shape == parameter.shape and all(p is not other for other in found))
+            place = next((k for k in free if torch.equal(_rounded(row, left[k]), stands[k])), None)
+            found.append(None if place is None else left[place])
+        if 2 * sum(one is not None for one in found) < max(len(left), len(found)):
+            return None
+        return [parameter if one is None else one for one, parameter in zip(found, self.parameters)]
+
+    def still_copied(self) -> bool:
+        """Whether the network computes with what the optimizer's parameters are, as far as its precision goes."""
+        pairs = zip(self.at_start.rows, Samples(self.computing).rows, self.computing)
+        return self.computing is self.parameters or all(torch.equal(_rounded(row, p), stands) for row, stands, p in pairs)
 
     def stepped_other(self) -> None:
         """Another optimizer makes a step."""
@@ -98,7 +130,7 @@ class Recorded:
             self.is_over = False
         self.events.append((len(self.tape.ops), "backward"))
         self.weights.append(Samples(self.parameters))
-        self.before.append(Samples(self._given) if is_held else self._gradients())
+        self.before.append(Samples(self._given if is_held else self._of(self.computing)))
         for root in roots:
             self.tape.root(root)
             self.finite.append(torch.isfinite(root).all())
@@ -107,14 +139,14 @@ class Recorded:
     def after_backward(self, given: dict[int, Tensor] | None = None) -> None:
         """`given`: by the id of a parameter, gradients that do not stand at it."""
         if given is not None:
-            known = [(g, given.get(id(parameter))) for g, parameter in zip(self._given, self.parameters)]
+            known = [(g, given.get(id(parameter))) for g, parameter in zip(self._given, self.computing)]
             self._given = [new if old is None or new is None else old + new for old, new in known]
             self.tape.known((gradient for gradient in given.values() if gradient is not None), "asked")
-        self.after.append(self._gradients() if given is None else Samples(self._given))
+        self.after.append(Samples(self._of(self.computing) if given is None else self._given))
         if isinstance(self.optimizer, ByHand) or any(what == "step" for _, what in self.events):  # a closure's, within the step
             self.no_gradient = 0
             self._look_at_gradients()
-        self.tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
+        self._know_gradients()
 
     def clipped(self, parameters: list[Tensor]) -> None:
         self.clips.append(any(parameter.grad is not None for parameter in parameters))
@@ -149,9 +181,9 @@ class Recorded:
         self.weights += [self.weights[-1], Samples(self.parameters)]
 
     def _look_at_gradients(self) -> None:
-        self.at_step = self._gradients()
-        self.gradients = Whole.of(self._of_parameters())
-        for place, (parameter, is_zero) in enumerate(zip(self.parameters, self.gradients.zero)):
+        gradients = self._of(self.parameters)
+        self.at_step, self.gradients = Samples(gradients), Whole.of(gradients)
+        for place, (parameter, is_zero) in enumerate(zip(self.computing, self.gradients.zero)):
             if parameter.requires_grad and is_zero:
                 self.no_gradient |= 1 << place
 
@@ -162,12 +194,14 @@ class Recorded:
         rows = [torch.linalg.vector_norm(p.flatten(1), dim=1, dtype=_wide(p.dtype)) for p in matrices]
         return bool(rows) and bool(torch.stack([size.std() < ONE_SIZE * size.mean() for size in rows]).all())
 
-    def _gradients(self) -> Samples:
-        return Samples(self._of_parameters())
+    def _of(self, parameters: list[Tensor]) -> list[Tensor | None]:
+        """Their gradients."""
+        held = self._given if isinstance(self.optimizer, ByHand) else [None] * len(parameters)
+        return [parameter.grad if given is None else given for parameter, given in zip(parameters, held)]
 
-    def _of_parameters(self) -> list[Tensor | None]:
-        held = self._given if isinstance(self.optimizer, ByHand) else [None] * len(self.parameters)
-        return [parameter.grad if given is None else given for parameter, given in zip(self.parameters, held)]
+
+def _rounded(row: Tensor, like: Tensor) -> Tensor:
+    return row.to(like.dtype).double()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -66,6 +66,7 @@ class Session:
         self._next = next(self._due)
         self._main: Optimizer | ByHand | None = optimizer
         self._is_known = optimizer is not None
+        self._computing: list[Tensor] | None = None  # what the network has instead of the optimizer's parameters
         self._leaves: list[Tensor] | None = None  # what the newest backward pass asked a gradient of, and as it was then
         self._weights: Weights | None = None
         self._made: weakref.WeakKeyDictionary[Optimizer | ByHand, int] = weakref.WeakKeyDictionary()  # updates of each
@@ -159,7 +160,7 @@ class Session:
         """The backward pass of a script that holds its gradients itself, and may give them to an optimizer later."""
         roots, weights = ([given] if isinstance(given, Tensor) else list(given) for given in (outputs, inputs))
         creates_graph = bool(options.get("create_graph", arguments[2:3] == (True,)))
-        own = parameters_of(self._main) if isinstance(self._main, Optimizer) else []
+        own = self._computing or (parameters_of(self._main) if isinstance(self._main, Optimizer) else [])
         if self._inside or not asks_of_weights(roots, weights, creates_graph) or not has_most(weights, own):
             return original(outputs, inputs, *arguments, **options)
         self._safely(self._before_backward, roots, weights)
@@ -241,7 +242,7 @@ class Session:
 
     def _begin(self, optimizer: Optimizer | ByHand) -> None:
         """With this optimizer in place of another one."""
-        self._main, self.updates = optimizer, self._made[optimizer]
+        self._main, self.updates, self._computing = optimizer, self._made[optimizer], None
         self.history, self.copies = self.history.of_another(), None
 
     def _after_load(self, iterator: Any, batch: Any, handling: Any) -> None:
@@ -338,6 +339,10 @@ class Session:
             self.history.accumulation = _told_micro_steps()
             if recorded.tape.failure is not None:
                 raise recorded.tape.failure
+            copied = recorded.copied() if self._computing is None else None
+            if copied is not None or not recorded.still_copied():
+                self._computing = copied  # and what was recorded is of no use
+                return
             devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
             # Whatever is repeated, the script's draws go on as they would; it may be within torch.no_grad().
             with torch.random.fork_rng(devices), torch.enable_grad():
@@ -355,8 +360,9 @@ class Session:
         """From here on, until this update is over."""
         assert self._main is not None  # noqa: S101
         self._seeing.enter_context(_seldom_collected())
-        self.tape = Tape(parameters_of(self._main))
-        self._recorded = Recorded(self.tape, self._main, update, self.copies)
+        own = parameters_of(self._main)
+        self.tape = Tape(self._computing or own, own if self._computing else ())
+        self._recorded = Recorded(self.tape, self._main, update, self.copies, self._computing)
         for tensor, number in self.loads.alive():
             self.tape.known([tensor], "data", number)
         modules = self._recorded.modules

@@ -26,11 +26,11 @@ OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "expo
 
 
 class Tape(Replay, TorchDispatchMode):
-    """Records while it is entered. `trained`: the parameters of the optimizers."""
+    """Records while it is entered. `trained`: what an optimizer trains; `copies`: of it, in its order, which are as good."""
 
     supports_higher_order_operators = True  # which end the recording, and not the script
 
-    def __init__(self, trained: Iterable[Tensor]):
+    def __init__(self, trained: Iterable[Tensor], copies: Iterable[Tensor] = ()):
         super().__init__()
         self.roots: list[Op | None] = []  # what was differentiated
         self.failure: Exception | None = None  # of the tape's, after which nothing is recorded
@@ -45,6 +45,7 @@ class Tape(Replay, TorchDispatchMode):
         # An optimizer is often given all of a module's parameters, with constants of a schedule and of a normalization.
         self._trained = {key_of(parameter): bit for bit, parameter in enumerate(trained) if parameter.requires_grad}
         self.wanted = sum(1 << bit for bit, parameter in enumerate(trained) if parameter.requires_grad)  # bits
+        self._trained |= {key_of(copy): bit for bit, copy in enumerate(copies)}
         self._shapes = {parameter.shape for parameter in trained}
         self._kinds: dict[int, str] = {}  # by storage
         self._loads: dict[int, int] = {}  # by storage
@@ -190,7 +191,7 @@ class Tape(Replay, TorchDispatchMode):
             if last.is_layer or last.behind:
                 op.behind = op.behind | last.fronts if op.behind else last.fronts
             op.uses |= last.uses
-            op.meets |= last.meets and not last.content
+            op.meets |= last.meets and not last.content and not _is_of_samples(last, op)
         if op.name in PICKS and len(reads) > 1 and not reads[0][1].uses:
             table, *which = of_content
             for last in which:
@@ -316,6 +317,12 @@ def key_of(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse ones have none
         return -id(tensor)
+
+
+def _is_of_samples(last: Op, op: Op) -> bool:
+    """Whether it is one number for each sample, made of numbers that came as a row, such as noise levels: no weight."""
+    first = op.shape[0] if op.shape else 0
+    return bool(last.rows) and first > 1 and last.shape[:1] == (first,) and torch.Size(last.shape).numel() == first
 
 
 def _is_all_of_its_storage(tensor: Tensor) -> bool:
