@@ -66,12 +66,14 @@ class Asked:
     seen: Tensor | None = None  # whether enough numbers of this sample count
     slope: Tensor | None = None  # how much an error of each sample counts: the largest second derivative of the loss
     even: float | None = None  # the smallest slope within a sample, over the largest
+    even_of_counted: float | None = None  # the same without those of 0
     masked: bool = False  # of a sample that counts, some numbers do not
     each: int = 1  # numbers of one sample of the output
     skips: bool = False  # an image is added to the output before it is compared
     by_image: bool = False  # the image itself decides which of its errors count
     by_others: bool = False  # the level of another sample decides how much an error counts, or a draw of its own
     by_network: bool = False  # another network's output is in it
+    noised: bool = True  # any of what counts has noise in the input
 
 
 @dataclass
@@ -213,12 +215,14 @@ def _changed_by(tape: Tape, mixture: Mixture) -> tuple[str, ...]:
 
 def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
     asked = Asked(target.kind, target.p, target.q, target.rest, target.seen)
-    asked.skips = target.skips
+    asked.skips, asked.noised = target.skips, target.noised
     asked.by_network = any(front.content and front not in target.layers for front in root.fronts)
     if target.slope is not None and target.slope.shape[0] == mixture.size:
         slope = target.slope.abs().flatten(1)
         asked.slope, asked.each = slope.amax(1), slope.shape[1]
-        asked.even = float((slope.amin(1) / asked.slope.clamp(min=1e-30)).min())
+        largest = asked.slope.clamp(min=1e-30)
+        asked.even = float((slope.amin(1) / largest).min())
+        asked.even_of_counted = float((slope.where(slope > 0, torch.inf).amin(1) / largest).min())
         asked.by_others = by_others(tape, root, mixture, target)
         asked.masked = bool(((slope.amin(1) == 0) & (asked.slope > 0)).any())
         asked.by_image = asked.even < EVEN and by_image(tape, root, mixture, target)

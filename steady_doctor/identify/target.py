@@ -32,6 +32,7 @@ class Target:
     rest: Tensor | None = None  # the share of the target that is neither, [B]
     skips: bool = False  # an image is added to the output before it is compared, or the noised one is taken off the target
     seen: Tensor | None = None  # samples of which enough elements count, [B]
+    noised: bool = True  # any of what counts has noise in the input
 
 
 def find_output(tape: Tape, root: Op, mixture: Mixture) -> Op | None:
@@ -211,7 +212,7 @@ def _shares(tape: Tape, mixture: Mixture, value: Tensor, target: Target) -> None
     that several draws were added up to, some of them may be asked for."""
     known = (torch.isfinite(value) & (mixture.where > 0)).flatten(1).double()
     y = torch.nan_to_num(value).double().flatten(1) * known
-    target.seen = known.mean(1) > 0.02
+    target.seen, target.noised = known.mean(1) > 0.02, bool(known.any())
     parts = [op for op in tape.upstream(mixture.noise) if op.floating and op.content and numel(op) == value.numel()]
     of_size = [tape.value(op).reshape(value.shape) for op in parts] if len(mixture.draws) > 1 else []
     for noise in (mixture.noise_value, *reversed(of_size)):

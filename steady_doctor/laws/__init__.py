@@ -45,6 +45,7 @@ OF_DECLARED: tuple[Callable[[Seen], Iterator[Found]], ...] = (
 # Faults whose effects are found in stages before their own.
 EFFECTS = {
     "state-generator": ("data-not-shuffled", "noise-again", "timestep-again", "noise-repeated", "timestep-repeated"),
+    "rate-zero": ("condition-ignored", "network-dead", "network-level-ignored", "gradient-zero", "gradient-missing"),
     "optimizer-lacks-parameters": ("condition-ignored", "network-dead", "network-level-ignored", "gradient-zero"),
 }
 

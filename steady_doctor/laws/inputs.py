@@ -15,6 +15,7 @@ from steady_doctor.seen import Seen
 MUCH_SIGNAL = (
     0.3  # the image's share at the last row of a table, that a network which begins at pure noise has never seen without
 )
+MOST_SIGNAL = 0.85  # the same where the network is told much of each image besides
 MANY_NUMBERS = 16  # of one sample's condition: more than a class or a size says
 NO_SIGNAL = 0.01  # the share below which nothing of the image is left
 TOO_MANY = 0.4  # of a table's rows without any image
@@ -121,7 +122,7 @@ def schedule(seen: Seen) -> Iterator[Found]:
         first, last = (0, -1) if a[0] > a[-1] else (-1, 0)
         if first == -1 and float(a[-1] - a[0]) > 0.05 and levels(seen) is not None and levels(seen).kind == "vp":
             yield Found("input-exchanged", update, {"first": float(b[0]), "last": float(b[-1])})
-        if float(a[last]) > MUCH_SIGNAL and not _told_otherwise(one):
+        if float(a[last]) > (MOST_SIGNAL if _told_otherwise(one) else MUCH_SIGNAL):
             yield Found("input-signal-left", update, {"share": float(a[last])})
         if float((a.abs() < NO_SIGNAL).double().mean()) > TOO_MANY:
             yield Found("input-all-noise", update, {"share": float((a.abs() < NO_SIGNAL).double().mean())})

@@ -12,6 +12,7 @@ from steady_doctor.seen import Seen
 
 REST = 2e-2  # of the target, that is neither of this image nor of this noise
 CLOSE = 2e-2  # of the shares
+LOOKS = 3  # passes that agree
 
 
 class Asks:
@@ -127,4 +128,12 @@ def signal(seen: Seen) -> Iterator[Found]:
             yield Found("target-no-signal", update)
 
 
-LAWS = (known, declared, direction, signal)
+def unnoised(seen: Seen) -> Iterator[Found]:
+    """What counts is where noise was added."""
+    known = [(update, one.target) for update, one in seen.mixed() if one.target is not None and one.target.slope is not None]
+    known = [(update, target) for update, target in known if bool(target.slope.any())]
+    if len(known) >= LOOKS and not any(target.noised for _, target in known):
+        yield Found("target-unnoised", known[0][0])
+
+
+LAWS = (known, declared, direction, signal, unnoised)

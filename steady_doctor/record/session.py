@@ -26,6 +26,7 @@ from steady_doctor.record.recorded import Recorded, parameters_of
 from steady_doctor.record.tape import Tape
 from steady_doctor.record.wrapping import compile_, without_warning, wrap
 
+RESTS = 12  # steps of another optimizer, one after the other, after which the training is over that the first one made
 OBJECTS = 200_000  # Python's, that are new when the garbage collector begins in a recorded update
 
 
@@ -76,6 +77,8 @@ class Session:
         self._seeing = ExitStack()  # hooks of a recorded update
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._inside = 0  # of how many backward passes
+        self.taken_over: list[int] = []  # the updates that each optimizer had made when another one was watched instead
+        self._by_others = 0  # steps since the last one of the optimizer that is watched
 
     def install(self) -> ExitStack:
         """Closing the result takes all hooks away."""
@@ -242,8 +245,12 @@ class Session:
 
     def _begin(self, optimizer: Optimizer | ByHand) -> None:
         """With this optimizer in place of another one."""
+        self.taken_over.append(self.updates)
         self._main, self.updates, self._computing = optimizer, self._made[optimizer], None
         self.history, self.copies = self.history.of_another(), None
+        self._by_others = 0
+        self._due = recorded_updates()
+        self._next = next(self._due)
 
     def _after_load(self, iterator: Any, batch: Any, handling: Any) -> None:
         number = self.loads.count
@@ -313,7 +320,12 @@ class Session:
         if optimizer is not self._main:
             if self._recorded is not None:
                 self._recorded.stepped_other()
+            self._by_others += 1
+            if self._by_others >= RESTS and not self._is_known:
+                self._stop()
+                self._begin(optimizer)
             return
+        self._by_others = 0
         if self._recorded is not None:
             self._recorded.after_step()
         self.updates = self._made[optimizer]
