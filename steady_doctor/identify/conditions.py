@@ -138,17 +138,16 @@ def _condition(tape: Tape, op: Op, mixture: Mixture) -> Condition:
         if dropped is not None and alike(value[dropped.to(value.device)]):
             found.dropped = dropped
     if mixture.clean is not None and mixture.clean_value is not None:
-        found.is_clean = _is_answer(value, mixture)
+        found.is_clean = _is_answer(value, mixture.clean_value, mixture.where)
         found.own, found.images = _rows(tape, op, mixture.clean)
     return found
 
 
-def _is_answer(value: Tensor, mixture: Mixture) -> bool:
-    """Whether it is the clean image wherever noise is added to it."""
-    if value.numel() != mixture.value.numel():
+def _is_answer(value: Tensor, clean: Tensor, where: Tensor) -> bool:
+    """Whether it is the clean image wherever noise is added to that."""
+    if value.numel() != clean.numel():
         return False
-    noised = mixture.where.flatten() > 0
-    ours, theirs = value.flatten()[noised], mixture.clean_value.flatten()[noised]
+    ours, theirs = (each.flatten()[where.flatten() > 0] for each in (value, clean))
     return torch.equal(ours, theirs.to(ours)) and bool(ours.any())
 
 

@@ -40,10 +40,7 @@ def told(seen: Seen) -> Iterator[Found]:
     if len(ratios) < 4 or float(ratios.max() - ratios.min()) < 10 * MOVED:
         return
     if not any(mixture.told for _, mixture in known):
-        is_known = all(
-            mixture.has_source and not mixture.behind_frozen for _, mixture in known
-        )  # else it may have come in there
-        if is_known:
+        if all(one.has_source and not one.behind_frozen for _, one in known):  # else it may have come in there
             yield Found("timestep-not-told", known[0][0])
         return
     known = [(update, mixture) for update, mixture in known if mixture.told]

@@ -98,7 +98,8 @@ class Recorded:
     def copied(self) -> list[Tensor] | None:
         """What the network computes with, in the order of the optimizer's parameters, where it has none of these, but copies of
         them that are made after each step, as in half precision."""
-        if not self.roots or any(root.uses for roots in self.roots for root in roots):
+        got_none = not bool(self.at_step.there.any())  # then the script has forgotten that these are copies
+        if not self.roots or got_none or any(root.uses for roots in self.roots for root in roots):
             return None
         left = list({id(parameter): parameter for parameter in self.tape.unowned}.values())
         stands = Samples(left).rows
@@ -122,8 +123,8 @@ class Recorded:
 
     def before_backward(self, roots: list[Tensor], is_held: bool = False) -> None:
         """`is_held`: what it gives will not stand at the parameters."""
-        was_held = any(gradient is not None for gradient in self._given)
-        if self.is_over or was_held and not is_held:  # and another pass begins, or what was asked of was no part of the step
+        was_held = any(gradient is not None for gradient in self._given)  # then that was no part of the step
+        if self.is_over or (was_held and not is_held):  # and another pass begins
             self._given = [None] * len(self.parameters)
             for passes in (self.events, self.weights, self.before, self.after, self.roots, self.tape.roots, self.finite):
                 passes.clear()

@@ -58,8 +58,8 @@ class Tape(Replay, TorchDispatchMode):
         self._asked: set[Op] = set()  # fronts of what was differentiated, which is to be computed again from them
 
     def known(self, tensors: Iterable[Tensor], kind: str, load: int = -1) -> None:
-        """Tells what these tensors are: "data" of the batch `load`, "drawn", "gradient", "asked" (one that stands at no parameter) or
-        "state"."""
+        """Tells what these tensors are: "data" of the batch `load`, "drawn", "gradient", "asked" (of one that stands at no
+        parameter) or "state"."""
         for tensor in tensors:
             key = self._storage(tensor)
             self._kinds[key], self._loads[key] = kind, load

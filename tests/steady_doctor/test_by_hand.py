@@ -7,6 +7,7 @@ from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from steady_doctor import words
 from steady_doctor.described import described
 from steady_doctor.doctor import Doctor
 
@@ -139,3 +140,73 @@ def test_one_that_draws_nothing_by_torch_is_not_judged():
 
     found, said, _ = watched(style, loss)
     assert found == [] and "nothing was judged" in said
+
+
+def given_to_an_optimizer(loss, updates, micro_steps=1):
+    """Gradients that are asked for, summed up by the script, and given to an optimizer of torch."""
+    network, images = Network(), pictures()
+    weights, optimizer = list(network.parameters()), torch.optim.Adam(network.parameters(), 1e-3)
+    for _ in range(updates):
+        sums = [torch.zeros_like(weight) for weight in weights]
+        for _ in range(micro_steps):
+            value = loss(network, images[torch.randint(0, len(images), (8,))]) / micro_steps
+            sums = [one + new for one, new in zip(sums, torch.autograd.grad(value, weights))]
+        for weight, gradient in zip(weights, sums):
+            weight.grad = gradient
+        optimizer.step()
+    return weights
+
+
+def in_half(loss, updates):
+    """The network computes in bfloat16; the optimizer has its weights in full precision, which are copied there."""
+    network = Network().to(torch.bfloat16)
+    masters = [weight.detach().float().clone() for weight in network.parameters()]
+    optimizer = torch.optim.Adam(masters, 1e-3)
+    average = [master.clone() for master in masters]
+    for batch in (pictures()[torch.randint(0, 24, (8,))] for _ in range(updates)):
+        network.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss(network, batch).backward()
+        for master, weight in zip(masters, network.parameters()):
+            master.grad = weight.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for one, master, weight in zip(average, masters, network.parameters()):
+                weight.copy_(master)
+                one.lerp_(master, 0.01)
+    return masters
+
+
+def accumulated_and_given(loss, updates):
+    return given_to_an_optimizer(loss, updates, micro_steps=2)
+
+
+@pytest.mark.parametrize("style", [given_to_an_optimizer, accumulated_and_given, in_half])
+@pytest.mark.parametrize(
+    ("change", "stage"),
+    [
+        ({}, ""),
+        ({"target_of": lambda x0, noise: x0 + noise}, "target"),
+        ({"noise_of": lambda x0: torch.randn_like(x0[:1]).expand_as(x0)}, "noise"),
+        ({"told": torch.zeros_like}, "timestep"),
+    ],
+)
+def test_gradients_and_weights_may_stand_elsewhere(style, change, stage):
+    found, said, _ = watched(style, lambda network, x0: loss_of(network, x0, **change))
+    assert [words.stage(code) for code in found[:1]] == [stage] * bool(stage)
+    assert "Adam" in said
+
+
+def test_masters_that_are_not_copied_are_named():
+    def forgotten(loss, updates):
+        network = Network()
+        optimizer = torch.optim.Adam([weight.detach().clone() for weight in network.parameters()], 1e-3)
+        for _ in range(updates):
+            loss(network, pictures()[:8]).backward()
+            for group, weight in zip(optimizer.param_groups[0]["params"], network.parameters()):
+                group.grad = weight.grad.clone()
+            optimizer.step()
+            network.zero_grad()
+        return []
+
+    assert "optimizer-of-a-copy" in watched(forgotten, loss_of)[0]

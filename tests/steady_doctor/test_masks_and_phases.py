@@ -1,0 +1,115 @@
+"""Losses of a part of each image, networks that are told it, and trainings that follow one another in one script."""
+
+import pytest
+import torch
+from test_styles import ALPHA_BAR, Network, T, column, pictures
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from steady_doctor.doctor import Doctor
+
+
+def found_in(run):
+    torch.manual_seed(0)
+    doctor = Doctor()
+    with doctor.install():
+        run()
+    assert doctor.session.failure is None
+    return [one.code for one in doctor.findings(ended=True)]
+
+
+def noised(x0):
+    t, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+    return column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise, noise, t
+
+
+def fill_in(known=lambda mask: mask, counted=lambda mask: 1 - mask):
+    """A network that is given a part of the image, and noise for the rest, which is what the loss counts."""
+    network = Network(channels=6)
+    images, optimizer = pictures(), torch.optim.Adam(network.parameters(), 1e-3)
+    for _ in range(9):
+        x0 = images[torch.randint(0, 64, (8,))]
+        mask = (torch.rand(8, 1, 8, 8) < 0.5).float().expand_as(x0)
+        noisy, noise, t = noised(x0)
+        error = network(torch.cat([(1 - mask) * noisy, known(mask) * x0], 1), t) - noise
+        loss = (error * counted(mask)).square().sum() / counted(mask).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, []),
+        ({"counted": lambda mask: mask}, ["target-unnoised"]),
+        ({"known": lambda mask: 1 - mask}, ["condition-clean"]),
+    ],
+)
+def test_a_mask_says_what_is_known_and_what_counts(change, expected):
+    assert found_in(lambda: fill_in(**change)) == expected
+
+
+def train(network, told=lambda t: t, updates=30, before_step=lambda weights: None, rate=1e-3, noise_of=lambda x: x):
+    optimizer = torch.optim.Adam(network.parameters(), rate)
+    for _ in range(updates):
+        noisy, noise, t = noised(pictures()[torch.randint(0, 64, (8,))])
+        optimizer.zero_grad()
+        mse_loss(network(noisy, told(t)), noise_of(noise)).backward()
+        before_step(list(network.parameters()))
+        optimizer.step()
+
+
+def cut_at_zero(weights):
+    for weight in weights:
+        weight.grad.clamp_(min=0)
+
+
+def test_gradients_of_one_sign_are_cut_at_zero():
+    assert found_in(lambda: train(Network(), before_step=cut_at_zero)) == ["gradient-cut-on-one-side"]
+
+
+class Plain(Network):
+    """Without waves."""
+
+    def __init__(self):
+        super().__init__()
+        self.time = nn.Linear(1, 16)
+
+    def embedding(self, t):
+        return self.time(t.reshape(-1, 1).float())[:, :, None, None]
+
+
+def test_a_time_that_no_wave_is_made_of_is_to_be_small():
+    assert found_in(lambda: train(Plain(), told=lambda t: t / T)) == []
+    assert found_in(lambda: train(Plain())) == ["timestep-raw"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({}, {}, []),
+        ({"noise_of": torch.neg}, {}, ["target-path"]),
+        ({}, {"before_step": cut_at_zero}, ["gradient-cut-on-one-side"]),
+        ({"noise_of": torch.neg}, {"before_step": cut_at_zero}, ["gradient-cut-on-one-side", "target-path"]),
+    ],
+)
+def test_a_training_that_follows_another_one_is_judged_by_itself(first, second, expected):
+    """Of an equal network, as a student that is made of its teacher."""
+    assert found_in(lambda: (train(Network(), **first), train(Network(), **second))) == expected
+
+
+def test_effects_come_after_a_rate_of_zero():
+    class Closed(Network):
+        """What it is told of the time comes in through weights of zero, as those of adapters are at first."""
+
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(16, 16)
+            nn.init.zeros_(self.gate.weight)
+            nn.init.zeros_(self.gate.bias)
+
+        def embedding(self, t):
+            return self.gate(super().embedding(t).flatten(1))[:, :, None, None]
+
+    assert found_in(lambda: train(Closed(), rate=0.0))[0] == "rate-zero"
