@@ -280,6 +280,25 @@ def step_seen(folder: Path) -> tuple[set[str], dict[str, dict]]:
     return {stage for audit in audits for stage in audit["measured"]}, found
 
 
+def made_elsewhere(pipeline: Path, home: Path, **asked):
+    """Images [N, H, W, C] that diffusers alone makes of a pipeline, in an interpreter that does not find this repository."""
+    import numpy as np
+
+    code = """if True:
+        import json, sys, numpy, torch
+        from diffusers import DiffusionPipeline
+        pipeline = DiffusionPipeline.from_pretrained(sys.argv[1], trust_remote_code=True)
+        pipeline.set_progress_bar_config(disable=True)
+        asked = {"generator": torch.Generator().manual_seed(0), "num_inference_steps": 3, "output_type": "np"}
+        numpy.save(sys.argv[2], pipeline(**asked, **json.loads(sys.argv[3])).images)
+        assert not {"models", "utils"} & {name.split(".")[0] for name in sys.modules}, "the repository was found"
+    """
+    command = [sys.executable, "-c", code, pipeline, home / "images.npy", json.dumps(asked)]
+    done = run_command(command, script_environment() | {"HF_HOME": str(home / "home")})
+    assert done.returncode == 0, done.stderr
+    return np.load(home / "images.npy")
+
+
 def same_bytes(path: Path, expected: Path | bytes) -> bool:
     """For asserts about files: where CI is set, pytest compares two long byte strings line by line, which takes hours."""
     return path.read_bytes() == (expected if isinstance(expected, bytes) else expected.read_bytes())

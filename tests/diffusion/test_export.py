@@ -1,7 +1,6 @@
 import importlib
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import TINY_NETWORK, make_tiny_flags, small_kl
+from conftest import TINY_NETWORK, made_elsewhere, make_tiny_flags, slow_turns, small_kl
 from diffusers import (
     DDIMScheduler,
     DDPMPipeline,
@@ -37,12 +36,6 @@ from utils.diffusion.unet import normalize_spectra
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 
 
-def make_samples(pipeline) -> torch.Tensor:
-    pipeline.set_progress_bar_config(disable=True)
-    images = pipeline(batch_size=2, generator=torch.Generator().manual_seed(0), num_inference_steps=3, output_type="np").images
-    return torch.from_numpy(images)
-
-
 def same_weights(folder: Path, unet: UNet2DModel) -> bool:
     loaded = DDPMPipeline.from_pretrained(folder).unet.state_dict()
     return all(torch.equal(loaded[name], value) for name, value in unet.state_dict().items())
@@ -60,18 +53,11 @@ def test_loads_in_a_fresh_interpreter_elsewhere_and_samples_the_same(tmp_path):
     assert found == pipeline_files | {"checkpoint-5/state.bin", "samples/note.txt", "notes.bin"}
     assert (output_dir / "README.md").read_text() == "card" and (output_dir / "notes.bin").read_bytes() == b"\x00"
 
-    code = (
-        "import sys, numpy, torch\nfrom diffusers import DDPMPipeline\n"
-        "p = DDPMPipeline.from_pretrained(sys.argv[1]); p.set_progress_bar_config(disable=True)\n"
-        "numpy.save('samples.npy', p(batch_size=2, generator=torch.Generator().manual_seed(0),"
-        " num_inference_steps=3, output_type='np').images)"
-    )
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", code, str(output_dir)], cwd=elsewhere, env=environment, check=True, timeout=120)
-    from_fresh = torch.from_numpy(np.load(elsewhere / "samples.npy"))
-    torch.testing.assert_close(from_fresh, make_samples(DDPMPipeline(unet, scheduler)), rtol=0, atol=CHAIN)
+    pipeline = DDPMPipeline(unet, scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    asked = {"batch_size": 2, "num_inference_steps": 3, "output_type": "np"}
+    expected = pipeline(generator=torch.Generator().manual_seed(0), **asked).images
+    np.testing.assert_allclose(made_elsewhere(output_dir, tmp_path, batch_size=2), expected, rtol=0, atol=CHAIN)
 
 
 @pytest.mark.parametrize("schedule", BETA_SCHEDULES)
@@ -202,7 +188,7 @@ def add_batch_norm(network):
     return network
 
 
-@pytest.mark.parametrize("script", ["train_ddpm", "train_edm2"])
+@pytest.mark.parametrize("script", ["train_ddpm", *slow_turns("train_edm2")])
 def test_a_network_that_cannot_be_exported_is_refused_before_the_first_update(script, train, monkeypatch, tmp_path):
     make = {"train_ddpm": "utils.diffusion.unet.make_unet", "train_edm2": "utils.diffusion.edm2_unet.make_edm2_unet"}[script]
     module, name = make.rsplit(".", 1)

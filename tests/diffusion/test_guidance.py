@@ -114,16 +114,6 @@ def test_scripts_and_pipelines_take_the_same_text_for_the_same_class(names, mean
                 assert asked_classes([text, "#2"], names, unet) == [number, 2], text
 
 
-def test_classes_that_are_called_1_2_3_are_asked_for_by_these_names(pipelines, tmp_path):
-    export_pipeline(tiny(), EDMHeunScheduler(), tmp_path / "p", "", class_names=["1", "2", "3"])
-    pipeline = ["--pipeline", tmp_path / "p"]
-    named = make(pipelines, tmp_path / "named", "--class_labels", 3, 1, *pipeline)
-    assert named == make(pipelines, tmp_path / "numbered", "--class_labels", 2, 0)  # of a pipeline without names
-    assert json.loads((tmp_path / "named/generate.json").read_text())["class_labels"] == [2, 0]
-    with pytest.raises(UserError, match=r"--class_labels 0: .*\nits classes: 1, 2, 3, or '#0' to '#2'"):
-        make(pipelines, tmp_path / "out", "--class_labels", 0, *pipeline)
-
-
 def test_guidance_changes_the_images_and_is_on_record(pipelines, tmp_path):
     plain = make(pipelines, tmp_path / "plain")
     free = make(pipelines, tmp_path / "free", "--guidance", 2)
@@ -195,13 +185,3 @@ def test_loading_runs_no_code_of_the_pipeline(pipelines):
     for name, tensor in tiny().state_dict().items():
         loaded = unet.state_dict()[name]
         assert torch.equal(tensor, loaded) and (loaded.data_ptr() - tensor.data_ptr()) % 64 == 0  # no place in the mapped file
-
-
-def test_evaluate_measures_them_too(pipelines, tmp_path, capsys):
-    import evaluate
-
-    words = ["--pipeline", pipelines / "main", "--dataset_name", "digits", "--resolution", "8", "--image_channels", "1"]
-    words += ["--num_images", "16", "--num_inference_steps", "2", "--no_classes", "--json", "--output_dir", tmp_path]
-    AcceleratorState._reset_state(reset_partial_state=True)
-    evaluate.main(evaluate.parse_args([str(word) for word in (*words, "--cache_dir", tmp_path / "cache")]))
-    assert '"sampler": "heun"' in capsys.readouterr().out

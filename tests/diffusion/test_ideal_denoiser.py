@@ -75,37 +75,6 @@ def test_small_noise_and_many_pixels_neither_overflow_nor_lose_the_rivals():
     assert ideal[0, 0, 0, 0].item() == pytest.approx((y + odds * z) / (1 + odds), abs=1e-8)
 
 
-@pytest.mark.slow
-def test_large_samples_of_a_mixture_of_gaussians_approach_its_true_optimum():
-    """x_0 ~ sum_k p_k N(m_k, c^2 I). Then x_t ~ sum_k p_k N(a m_k, (a^2 c^2 + s^2) I), and given k the mean of x_0 is
-    m_k + a c^2 / (a^2 c^2 + s^2) (x_t - a m_k)."""
-    shares, means, spread = torch.tensor([0.2, 0.8]), torch.tensor([[-1.0, 0.5], [0.7, 0.0]]).double(), 0.3
-
-    def draw(count, seed):
-        generator = torch.Generator().manual_seed(seed)
-        component = torch.multinomial(shares, count, replacement=True, generator=generator)
-        return (means[component] + spread * torch.randn(count, 2, generator=generator)).view(count, 2, 1, 1)
-
-    def optimum(noisy, alpha_bar):
-        alpha, variance = math.sqrt(alpha_bar), alpha_bar * spread**2 + 1 - alpha_bar
-        away = noisy.flatten(1)[:, None] - alpha * means
-        posterior = (shares.log() - away.square().sum(2) / (2 * variance)).softmax(1)
-        return (posterior[:, :, None] * (means + alpha * spread**2 / variance * away)).sum(1).view_as(noisy)
-
-    fresh, noise = draw(2000, 1), normal(2000, 2, 1, 1, seed=2).double()
-    errors = {}
-    for alpha_bar in (0.05, 0.3):
-        noisy = math.sqrt(alpha_bar) * fresh + math.sqrt(1 - alpha_bar) * noise
-        true = optimum(noisy, alpha_bar)
-        for count in (100, 20_000):
-            ideal = ideal_clean_images(noisy, torch.full((2000,), alpha_bar), draw(count, 3))
-            errors[alpha_bar, count] = (ideal - true).square().mean().item()
-        floors = [(x - fresh).square().mean().item() for x in (ideal, true)]
-        assert floors[0] == pytest.approx(floors[1], rel=0.005)
-        assert errors[alpha_bar, 20_000] < 2e-3 * floors[1]
-        assert errors[alpha_bar, 20_000] < errors[alpha_bar, 100] / 20
-
-
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
 @pytest.mark.parametrize("schedule", ["linear", "squaredcos_cap_v2"])
 def test_diffusers_recovers_the_same_clean_image_from_every_prediction(prediction_type, schedule):
@@ -216,28 +185,6 @@ def test_errors_of_a_model_that_says_zero():
     assert row["train"]["distance"] == pytest.approx(ideal.square().mean().item(), rel=1e-6)
     assert row["train"]["model"] == pytest.approx(1, abs=0.15)  # the variance of 800 pixels of noise
     assert row["train"]["gap"] == pytest.approx(row["train"]["model"] - row["train"]["ideal"])
-
-
-def test_gap_and_distance_agree_on_average_for_any_model():
-    """E|model - target|^2 - E|ideal - target|^2 = E|model - ideal|^2, by Pythagoras."""
-    scheduler = make_noise_scheduler(prediction_type="sample")
-    unet = Denoiser(lambda x, t: torch.tensor([0.0, 0.2, 0.4, 0.6]) * x)
-    training = Images(40)
-    training.pixels[..., 2:] //= 3  # neither to the model nor in the set are an image and its mirror image alike
-    for flip in (False, True):
-        rows = [
-            gap(unet, scheduler, training, timesteps=[700, 900], seed=seed, random_flip=flip)["timesteps"] for seed in range(60)
-        ]
-        for at in range(2):
-            gaps, distances = ([row[at]["train"][key] for row in rows] for key in ("gap", "distance"))
-            assert np.mean(gaps) == pytest.approx(np.mean(distances), rel=0.05)
-
-
-def test_close_to_the_ideal_the_distance_is_the_steadier_figure():
-    training, scheduler = Images(40), make_noise_scheduler(prediction_type="sample")
-    unet = Denoiser(lambda x, t: ideal_prediction(scheduler, x, t, training.scaled()) + 0.05 * x)
-    rows = [gap(unet, scheduler, training, timesteps=[900], seed=seed)["timesteps"][0]["train"] for seed in range(40)]
-    assert np.std([row["gap"] for row in rows]) > 5 * np.std([row["distance"] for row in rows])
 
 
 def test_every_timestep_and_image_has_noise_of_its_own():

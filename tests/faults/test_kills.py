@@ -59,8 +59,7 @@ def test_delays_cost_nothing_but_time(killer_of_two, tmp_path, delay):
 def test_killed_before_each_touch_of_the_disk_in_a_save(server, script, script_flags, tmp_path):
     """The save replaces an older checkpoint of the same step and prunes another: all that publishing can have to do."""
     flags = [*script_flags, "--output_dir", tmp_path / "run", "--max_train_steps", 6, "--checkpointing_steps", 2]
-    [run] = server.start([script, *flags])
-    assert run.wait() == 0, run.text()
+    server.run([script, *flags])
     original, folder = tmp_path / "original", tmp_path / "run"
     shutil.copytree(folder, original)
     resume = [*flags, "--resume_from_checkpoint", "checkpoint-4", "--checkpoints_total_limit", 2]
@@ -91,8 +90,7 @@ def test_kill_9_of_a_run_started_as_users_do(server, script, script_flags, tmp_p
     """A process of its own, with all its imports and a loader's worker; and two under torchrun."""
     flags = [*script_flags, *FREQUENT, "--train_batch_size", 8 // processes]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    runs = server.start([script, *flags, "--output_dir", whole], processes)
-    assert [run.wait() for run in runs] == [0] * processes, runs[0].text()
+    server.run([script, *flags, "--output_dir", whole], processes)
     process = start_script(script, [*flags, "--dataloader_num_workers", 1, "--output_dir", killed], processes)
     try:
         while newest(killed) < 6:
@@ -101,6 +99,5 @@ def test_kill_9_of_a_run_started_as_users_do(server, script, script_flags, tmp_p
         end_group(process)  # SIGKILL
     assert newest(killed) < 24
     assert invalid_checkpoints(killed, whole) == []
-    runs = server.start([script, *flags, "--output_dir", killed, "--resume_from_checkpoint", "latest"], processes)
-    assert [run.wait() for run in runs] == [0] * processes, runs[0].text()
+    server.run([script, *flags, "--output_dir", killed, "--resume_from_checkpoint", "latest"], processes)
     assert differences(killed, whole) == []

@@ -1,7 +1,6 @@
 """Power-function EMA and its reconstruction, against numerical integration and averages computed directly."""
 
 import os
-import re
 import shutil
 import signal
 
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from scipy.integrate import quad
 from torch import nn
 
-import reconstruct_ema
 import train_ddpm
 from utils.core.errors import UserError
 from utils.optim.ema import EMA
@@ -372,21 +370,3 @@ def test_power_averages_do_not_begin_on_the_way(train, tiny_flags, tmp_path):
         assert train([*flags, tmp_path / name, *options, "--checkpointing_steps", "2"]) == 0
         with pytest.raises(UserError, match=message):
             train([*flags, tmp_path / name, *change])
-
-
-@pytest.mark.slow
-def test_reconstruction_of_a_real_run_is_what_it_would_have_tracked(train, tiny_flags, tmp_path, capsys):
-    flags = [*tiny_flags, "--ema_type", "power", "--max_train_steps", "120", "--output_dir", tmp_path, "--logging_steps", "60"]
-    assert train([*flags, "--ema_widths", "0.05", "0.1", "0.15", "--checkpointing_steps", "120"]) == 0
-    snapshots = [s for s in list_snapshots(tmp_path) if s.width != 0.15]
-    assert len(snapshots) == 80
-    made = reconstruct(snapshots, 0.15)
-    tracked = load_file(tmp_path / "checkpoint-120/ema.safetensors")
-    difference = sum((made[name] - tracked[f"0.15/{name}"]).square().sum() for name in made)
-    assert difference.sqrt() < 0.001 * sum(tensor.square().sum() for tensor in made.values()).sqrt()
-    unmoved = sum((made[name] - tracked[name]).square().sum() for name in made)  # the average of 0.05
-    assert difference < 0.01 * unmoved  # a tenth of the way, and that is the rounding of fp16
-    capsys.readouterr()
-    reconstruct_ema.main(reconstruct_ema.parse_args([str(tmp_path), "--width", "0.03", "--output_dir", str(tmp_path / "out")]))
-    said = re.search(r"profile (.*)% off, fp16 snapshots add up to (.*)% to the weights", capsys.readouterr().out)
-    assert float(said[1]) < 5 and 0.03 < float(said[2]) < 3  # of three widths: nearer, but of larger weights

@@ -89,16 +89,6 @@ def test_command_line_wins_over_the_preset():
     assert train_ddpm.parse_args(["--train_data_dir", "photos", "--model_preset", "digits16"]).dataset_name is None
 
 
-def test_edm2_s_usual_preset_is_xs_at_the_paper_s_batch():
-    args = train_edm2.parse_args(["--dataset_name", "uoft-cs/cifar10", "--resolution", "32"])
-    assert (args.model_preset, args.learning_rate, args.lr_decay_steps) == ("XS", 0.0120, 35_000)
-    assert (args.global_batch_size, args.train_batch_size, args.max_grad_norm) == (2048, 32, 0.0)
-    assert train_edm2.parse_args(["--dataset_name", "digits"]).model_preset == "digits16"
-    config = train_edm2.parse_args(["--dataset_name", "x/y", "--model_config_name_or_path", "folder"])
-    assert (config.model_preset, config.max_train_steps) == (None, None)
-    assert train_ddpm.parse_args(["--dataset_name", "x/y"]).model_preset is None
-
-
 @pytest.mark.parametrize(
     ("preset", "channels", "learning_rate", "dropout", "mebi_images"),
     [  # published for pixels (ImageNet-64); the lengths of XXS and XXL for latents, as there are no others
@@ -126,22 +116,6 @@ def test_edm2_s_presets_are_the_published_settings_for_pixels(preset, channels, 
     other = train_edm2.parse_args(["--dataset_name", "x/y", "--model_preset", preset, "--global_batch_size", "256"])
     changed = {name for name, value in vars(other).items() if value != getattr(args, name)}
     assert changed == {"global_batch_size"}  # as the help says
-
-
-def test_a_split_of_the_batch_on_the_command_line_wins_over_the_preset_s_global_batch():
-    flags = ["--dataset_name", "x/y", "--model_preset", "S", "--gradient_accumulation_steps", "4"]
-    args = train_edm2.parse_args([*flags, "--train_batch_size", "64"])
-    assert (args.global_batch_size, args.train_batch_size, args.gradient_accumulation_steps) == (None, 64, 4)
-    args = train_edm2.parse_args(flags)
-    assert (args.global_batch_size, args.train_batch_size, args.gradient_accumulation_steps) == (None, 32, 4)
-    args = train_edm2.parse_args(["--dataset_name", "x/y", "--model_preset", "S", "--train_batch_size", "64"])
-    assert (args.global_batch_size, args.train_batch_size) == (2048, 64)
-
-
-def test_epochs_on_the_command_line_win_over_a_presets_updates():
-    flags = ["--dataset_name", "x/y", "--model_preset", "cifar10", "--num_epochs", "3", "--save_images_epochs=2"]
-    args = train_ddpm.parse_args(flags)
-    assert (args.max_train_steps, args.num_epochs, args.save_images_steps, args.save_images_epochs) == (None, 3, None, 2)
 
 
 READERS = {"args", "options", "self", "self.options", "self._options", "run.options", "self._run.options"}  # names of options

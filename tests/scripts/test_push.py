@@ -12,7 +12,6 @@ from PIL import Image
 
 from utils.core.errors import UserError
 from utils.diffusion.hub import check_hub
-from utils.diffusion.model_card import local_name
 from utils.options.flags import DDPMOptions
 from utils.options.parser import parse_options
 from utils.training.push import pushes_alone
@@ -70,12 +69,6 @@ def test_a_repository_is_made_or_taken(hub):
     assert repositories["me/tidy"][""] == {"name": "tidy", "organization": None, "visibility": "private"}
     assert check_hub(options(hub_model_id="me/there")) == f"{address}/me/there"
     assert check_hub(options(hub_token="hf_fine", hub_model_id="me/open")) == f"{address}/me/open"
-
-
-def test_local_names(tmp_path):
-    assert local_name(str(tmp_path / "photos")) == "photos"
-    assert local_name("uoft-cs/cifar10") == "uoft-cs/cifar10"
-    assert (local_name("~/data"), local_name("../x/"), local_name("1e-4"), local_name("./")) == ("data", "x", "1e-4", ".")
 
 
 @pytest.mark.slow

@@ -57,10 +57,6 @@ def submit(tmp_path):
     return run
 
 
-def test_syntax():
-    subprocess.run(["bash", "-n", SCRIPT], check=True)
-
-
 def test_each_task_knows_its_place(submit):
     assert submit("0 0 0 0", flags=("--output_dir", "a folder")) == 0
     flags = "--output_dir a folder --resume_from_checkpoint latest"

@@ -47,8 +47,7 @@ def test_samples_are_the_same_on_other_processes(server, flags, tmp_path):
     for processes in (1, 2, 4):
         folder = tmp_path / str(processes)
         split = [*flags, "--train_batch_size", 8 // processes, "--output_dir", folder]
-        runs = server.start(["train_ddpm.py", *split], processes)
-        assert [run.wait() for run in runs] == [0] * processes, runs[0].text()
+        server.run(["train_ddpm.py", *split], processes)
         lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
         batches.append([line["batch"] for line in lines if "batch" in line])
     assert len(batches[0]) >= 8 and batches[0] == batches[1] == batches[2]

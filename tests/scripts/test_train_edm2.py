@@ -200,15 +200,6 @@ def test_what_a_run_shows_of_itself_is_computed_in_full_precision(train_edm, fla
     assert seen == {True: {True}, False: {False}}
 
 
-@pytest.mark.slow
-def test_splits_of_a_batch_train_alike(train_edm, flags, tmp_path):
-    train_edm([*flags, "--output_dir", tmp_path / "whole"])
-    split = ["--train_batch_size", "4", "--gradient_accumulation_steps", "2"]
-    train_edm([*flags, *split, "--output_dir", tmp_path / "split"])
-    expected, actual = (logged_scalars(tmp_path / name, "train/loss") for name in ("whole", "split"))
-    assert len(expected) == 8 and actual == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -234,9 +234,8 @@ def test_a_rank_that_hangs_is_named_and_all_end(server, script, script_flags, tm
     # Rank 1: the images that rank 0 fetches for its checks before the first update are fetches, too.
     flags = ["--train_batch_size", 4, "--max_train_steps", 500, "--hang_timeout", TIMEOUT, "--checkpointing_steps", 2]
     command = [INJECT, script, fault, "--rank", rank, "--step", 6, "--", *script_flags, *flags, "--output_dir", tmp_path]
-    runs = server.start(command, 2)
-    assert [run.wait(120) for run in runs] == [1, 1], runs[0].text()
-    [said] = [line for run in runs for line in run.text().splitlines() if "error: hang" in line]
+    printed = server.run(command, 2, ends=1)
+    [said] = [line for line in printed.splitlines() if "error: hang" in line]
     assert f"rank {rank} has been {where} for" in said and f"rank {1 - rank} waits in a collective" in said
     stacks = (tmp_path / "hang" / f"rank-{rank}.txt").read_text()
     assert "in stuck" in stacks if fault == "hang-data" else "tests/faults/inject.py" in stacks
@@ -262,9 +261,8 @@ def test_a_hang_outside_of_the_collectives_of_an_update_is_named(server, tiny_fl
     that is made again."""
     flags = ["--train_batch_size", 4, "--max_train_steps", 500, "--hang_timeout", TIMEOUT, "--rerun_steps", 7]
     command = [INJECT, "train_ddpm.py", fault, "--rank", 1, "--step", 6, "--", *tiny_flags, *flags, "--output_dir", tmp_path]
-    runs = server.start(command, 2)
-    assert [run.wait(120) for run in runs] == [1, 1], runs[0].text()
-    [said] = [line for run in runs for line in run.text().splitlines() if "error: hang" in line]
+    printed = server.run(command, 2, ends=1)
+    [said] = [line for line in printed.splitlines() if "error: hang" in line]
     assert "rank 1 has been computing for" in said and "rank 0 waits in a collective" in said
     found = (tmp_path / "hang/rank-0.txt").read_text()
     assert ("monitor.py" in found and " in report" in found) if fault == "hang-unseen" else "backward" in found

@@ -170,18 +170,6 @@ def test_weights_that_differ_between_ranks_end_the_run(server, tiny_flags, tmp_p
     assert (tmp_path / "exit_status").read_text() == "3\n" and max(read_ledger(tmp_path)) == 3
 
 
-@pytest.mark.slow
-def test_the_same_samples_are_the_same_hashes_however_ranks_and_micro_steps_share_them(server, train, tiny_flags, tmp_path):
-    shared = ["--max_train_steps", 2, "--logger", "none"]
-    assert train([*tiny_flags, *shared, "--output_dir", tmp_path / "one"]) == 0
-    split = [*tiny_flags, *shared, "--train_batch_size", 2, "--gradient_accumulation_steps", 2]
-    runs = server.start(["train_ddpm.py", *split, "--output_dir", tmp_path / "two"], 2)
-    assert [run.wait() for run in runs] == [0, 0], runs[0].text()
-    one, two = read_ledger(tmp_path / "one"), read_ledger(tmp_path / "two")
-    assert one[0] == two[0]
-    assert all(one[step][name] == two[step][name] for step in (1, 2) for name in ("samples", "batch"))
-
-
 @pytest.mark.parametrize("parts", [[1] * 6, [3, 3], [1, 5]])
 def test_a_batch_has_the_same_hash_however_micro_steps_share_it(parts):
     drawn = {"clean_images": torch.randn(6, 1, 3, 3), "sigmas": torch.rand(6), "timesteps": torch.randint(9, (6,))}

@@ -176,24 +176,6 @@ def test_a_dry_run_with_an_automatic_batch_size_tries_nothing_out(train_script, 
 
 
 @pytest.mark.slow
-def test_a_given_global_batch_stays_on_another_number_of_processes(server, script, script_flags, tmp_path):
-    flags = [*script_flags, "--output_dir", tmp_path, "--train_batch_size", 4, "--global_batch_size", 8]
-    flags += ["--checkpointing_steps", 1]
-    steps = ["--lr_scheduler", "constant_with_warmup", "--max_train_steps"]
-    [run] = server.start([script, *flags, *steps, 1], 1)
-    assert run.wait() == 0, run.text()
-    flags += ["--resume_from_checkpoint", "latest", *steps, 2]
-    runs = server.start([script, *flags, "--gradient_accumulation_steps", 2], 2)
-    assert [run.wait() for run in runs] == [2, 2]
-    said = [line for run in runs for line in run.text().splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and "8 is not 2 processes x --train_batch_size 4 x --gradient_accumulation_steps 2 = 16" in said[0]
-    runs = server.start([script, *flags], 2)
-    assert [run.wait() for run in runs] == [0, 0], runs[0].text()
-    resolved = json.loads((tmp_path / "options.json").read_text())["resolved"]
-    assert (resolved["micro_batch_size"], resolved["gradient_accumulation_steps"], resolved["num_processes"]) == (4, 1, 2)
-
-
-@pytest.mark.slow
 def test_a_dry_run_that_does_not_fit_exits_with_3(train, tiny_flags, capsys, monkeypatch, tmp_path):
     flags = [*tiny_flags, "--dry_run", "--output_dir", tmp_path / "run"]
     monkeypatch.setattr(utils.training.memory_plan, "free_memory", lambda *_: MIB)

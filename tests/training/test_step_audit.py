@@ -13,7 +13,6 @@ from conftest import ROOT, same_bytes, script_environment, slow_turns, step_seen
 from benchmarks.shared.replace import replace_everywhere
 from steady_doctor.declared_run import audited_updates
 from utils.core.errors import UserError
-from utils.optim.clipping import AdaptiveLimit
 
 OF_EACH = {"data", "noise", "timestep", "input", "network", "target", "weight", "gradient", "optimizer", "learning_rate"}
 OF_EACH |= {"ema", "state"}
@@ -147,20 +146,6 @@ def test_a_wrong_step_is_said_with_what_is_declared_and_observed(train, tiny_fla
     assert finding["declared"].startswith("0 image + 1 noise at level ") and "-1 noise" in finding["observed"]
     page = (tmp_path / "report.html").read_text()
     assert finding["declared"] in page and finding["observed"] in page
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["not restored", "none", "not stored"])
-def test_the_mean_of_adaptive_clipping_that_a_resume_loses_is_named(train, tiny_flags, tmp_path, fault, monkeypatch):
-    flags = [*tiny_flags, "--adaptive_clipping", "--checkpointing_steps", "4", "--lr_scheduler", "constant"]
-    with monkeypatch.context() as patch:
-        if fault == "not stored":
-            patch.setattr(AdaptiveLimit, "mean", None)
-        assert train([*flags, "--max_train_steps", "4", "--output_dir", tmp_path]) == 0
-    if fault == "not restored":
-        monkeypatch.setattr(AdaptiveLimit, "__init__", lambda self, device, mean, old=AdaptiveLimit.__init__: old(self, device))
-    assert train([*flags, "--resume_from_checkpoint", "latest", "--output_dir", tmp_path]) == 0
-    assert ("state-norm-mean" in codes(tmp_path)) == (fault != "none")
 
 
 @pytest.mark.slow

@@ -155,18 +155,6 @@ def tensorboard(folder: Path, first_step: int) -> Trackers:
     return Trackers(accelerator, options(logger="tensorboard"), first_step, print)
 
 
-def test_after_a_crash_and_a_resume_each_step_has_one_value(tmp_path):
-    """The crashed run logged up to 30 and was resumed from 20 with other values."""
-    for first_step, last_step, value in ((0, 30, 1.0), (20, 40, 2.0)):
-        trackers = tensorboard(tmp_path, first_step)
-        trackers.describe({"seed": first_step})
-        for step in range(first_step + 10, last_step + 1, 10):
-            trackers.log({"train/loss": value}, step=step)
-        trackers.close()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert logged_scalars(tmp_path, "train/loss") == pytest.approx({10: 1.0, 20: 1.0, 30: 2.0, 40: 2.0})
-
-
 def test_a_clock_that_was_set_back_between_two_starts(tmp_path, monkeypatch):
     """Twice: the second start's files then lie beside those of the future and beside those that were renamed."""
     now = time.time()

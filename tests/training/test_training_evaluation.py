@@ -14,13 +14,11 @@ from diffusers import DDPMScheduler
 from safetensors.torch import load_file
 from test_sampling import tiny_unet
 
-from utils.core.errors import UserError
 from utils.core.signals import EXIT_STOPPED
 from utils.data.dataset import load_images
 from utils.evaluation.extractors import RandomConvolutions
 from utils.evaluation.feature_sets import evenly
 from utils.options.flags import DataOptions, DDPMOptions
-from utils.options.parser import parse_options
 from utils.runs.checkpoint_files import list_checkpoints
 from utils.runs.history import HISTORY, read_history
 from utils.runs.state import TrainState, read_state
@@ -68,19 +66,6 @@ def test_two_processes_log_the_figures_of_one_and_the_training_is_as_without(ser
     best = min(records, key=lambda record: record["evaluation"]["fd"])
     assert (state.best_metric, state.best_step) == ("fd_randconv", best["step"])
     assert state.best_value == best["evaluation"]["fd"] and state.metrics["kd_randconv"] == figures["kd"]
-
-
-def test_mistakes_are_told_before_the_first_update(train, tiny_flags, tmp_path):
-    for flags, message in (
-        (["--best_metric", "fd"], "set --eval_steps"),
-        (["--eval_steps", "4", "--eval_images", "9"], "--eval_images must be a whole number of at least 10; got 9"),
-        (["--eval_steps", "0"], "--eval_steps must be a whole number of at least 1"),
-    ):
-        with pytest.raises(UserError, match=message):
-            train([*tiny_flags, *flags, "--output_dir", tmp_path / "run"])
-    assert not list(tmp_path.glob("run/checkpoint-*"))
-    assert DDPMOptions.eval_steps is None
-    assert parse_options(DDPMOptions, "", ["--eval_images", "5"]).eval_images == 5  # of which nothing is made
 
 
 @pytest.mark.slow
