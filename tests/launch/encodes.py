@@ -1,6 +1,6 @@
 """Run as one of several processes: encodes images, and waits so many seconds before each batch. Prints how many it encoded.
 
-    python tests/launch/encodes.py VAE SECONDS OTHERS FLAGS   # it begins when so many others are about to; the cache is last
+python tests/launch/encodes.py VAE SECONDS OTHERS FLAGS   # it begins when so many others are about to; the cache is last
 """
 
 import os

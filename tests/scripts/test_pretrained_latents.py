@@ -144,14 +144,6 @@ def pixels(folder: Path, pipeline: Path) -> list:
         (no_autoencoder, r"cannot load the autoencoder of .*p: "),
         (autoencoder_of_other_latents, r"the autoencoder of .*p has 2 channels, and its unet has 3\nuse another pipeline"),
         (pixels, r"--vae .*: the network of .*p makes images, and no latents\nleave --vae out"),
-        (
-            ["--latent_scale", "auto"],
-            r"--latent_scale and --pretrained: a pipeline of latents has its own scale",
-        ),
-        (["--image_channels", "3"], r"--image_channels 3: .* was trained with 1"),
-        (["--prediction_type", "epsilon"], r"--prediction_type epsilon: .* was trained with v_prediction"),
-        (["--resolution", "17"], r"--resolution 17 does not divide by 2, as --vae .* needs it"),
-        (["--color_jitter", "0.1"], r"--color_jitter and --vae: images are encoded once"),
         (["--streaming"], r"--vae and --streaming: a stream is read"),
     ],
 )
@@ -202,15 +194,9 @@ def edit(path: Path, **values) -> None:
 @pytest.mark.parametrize(
     "plant", [code_in_the_index, code_of_a_part, code_in_the_weights, code_in_the_autoencoder, code_beside_the_autoencoder]
 )
-@pytest.mark.parametrize("latents", [True, False], ids=["latents", "pixels"])
-def test_code_of_a_pipeline_is_not_run(train, pipeline, tmp_path, plant, latents):
-    folder, planted = tmp_path / "p", f"open({str(tmp_path / 'executed')!r}, 'w').close()\n"
-    if latents:
-        shutil.copytree(pipeline, folder)
-    elif "autoencoder" in plant.__name__:
-        pytest.skip("a pipeline of pixels has none")
-    else:
-        export_pipeline(UNet2DModel(**TINY_NETWORK), make_noise_scheduler(), folder, "")
+def test_code_of_a_pipeline_is_not_run(train, pipeline, tmp_path, plant):
+    planted = f"open({str(tmp_path / 'executed')!r}, 'w').close()\n"
+    folder = shutil.copytree(pipeline, tmp_path / "p")
     plant(folder, planted)
     with contextlib.suppress(UserError):  # where the rest is not enough for a run
         train([*flags_of(tmp_path), "--pretrained", folder, "--max_train_steps", "1", "--output_dir", tmp_path / "run"])

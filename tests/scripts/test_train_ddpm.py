@@ -39,20 +39,15 @@ def largest_relative_error(first: Path, second: Path) -> float:
 
 @pytest.fixture(scope="module")
 def split_runs(server, tiny_flags, tmp_path_factory) -> dict[str, Path]:
-    """20 updates of the same run, split in three ways; the second half is also continued by another number of processes."""
+    """20 updates of the same run, split in three ways."""
     folder = tmp_path_factory.mktemp("split")
-    flags = [*tiny_flags, "--max_train_steps", "20", "--checkpointing_steps", "10", "--validation_images", "16"]
+    flags = [*tiny_flags, "--max_train_steps", "20", "--validation_images", "16"]
     flags += ["--random_flip", "--color_jitter", "0.1", "--validation_steps", "10"]
     splits = {"1x8": (1, 8, 1), "1x4x2": (1, 4, 2), "2x4": (2, 4, 1)}
     for name, (processes, batch, accumulation) in splits.items():
         split = ["--train_batch_size", batch, "--gradient_accumulation_steps", accumulation, "--output_dir", folder / name]
         server.run(["train_ddpm.py", *flags, *split], processes)
-    for name, source, processes, batch in (("2->1", "2x4", 1, 8), ("1->2", "1x8", 2, 4)):
-        (folder / name).mkdir()
-        shutil.copytree(folder / source / "checkpoint-10", folder / name / "checkpoint-10")
-        split = ["--train_batch_size", batch, "--output_dir", folder / name, "--resume_from_checkpoint", "latest"]
-        server.run(["train_ddpm.py", *flags, *split], processes)
-    return {name: folder / name for name in (*splits, "2->1", "1->2")}
+    return {name: folder / name for name in splits}
 
 
 @pytest.mark.slow
@@ -129,27 +124,18 @@ def test_existing_run_is_refused_or_replaced(train, tiny_flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_early_stopping_keeps_the_best_checkpoint(train, tiny_flags, tmp_path):
+def test_early_stopping_keeps_the_best_checkpoint_and_stays_stopped(train, tiny_flags, tmp_path):
     """With a learning rate of practically nothing the validation loss stands still, and only the first one counts."""
     flags = [*tiny_flags, "--output_dir", tmp_path, "--learning_rate", "1e-30", "--max_train_steps", "40"]
-    flags += ["--validation_images", "8", "--validation_steps", "2", "--early_stopping_patience", "3"]
-    assert train([*flags, "--checkpoints_total_limit", "2"]) == 0
+    flags += ["--validation_images", "8", "--validation_steps", "2", "--checkpointing_steps", "8", "--early_stopping_patience"]
+    assert train([*flags, "3"]) == 0
     assert max(logged_scalars(tmp_path, "train/loss")) == 8  # best at 2, then 4, 6 and 8 brought no gain
-    assert names(tmp_path) == ["checkpoint-2"]
     assert (tmp_path / "model_index.json").exists()
-
-
-@pytest.mark.slow
-def test_a_run_that_stopped_early_stays_stopped(train, tiny_flags, tmp_path):
-    flags = [*tiny_flags, "--output_dir", tmp_path, "--learning_rate", "1e-30", "--max_train_steps", "40"]
-    flags += ["--validation_images", "8", "--validation_steps", "2", "--early_stopping_patience", "3"]
-    flags += ["--checkpointing_steps", "8"]
-    train(flags)
     exported = (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").read_bytes()
-    train([*flags, "--resume_from_checkpoint", "latest"])
+    train([*flags, "3", "--resume_from_checkpoint", "latest"])
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-8"]
     assert same_bytes(tmp_path / "unet" / "diffusion_pytorch_model.safetensors", exported)
-    train([*flags, "--resume_from_checkpoint", "latest", "--early_stopping_patience", "6"])
+    train([*flags, "6", "--resume_from_checkpoint", "latest"])
     assert max(logged_scalars(tmp_path, "train/loss")) == 14
 
 
@@ -218,11 +204,7 @@ def test_its_test_suite_s_command_lines(train, tiny_flags, tmp_path):
         (["--image_column", "picture"], "picture"),
         (["--max_train_images", "5"], "5 training images are fewer than one global batch of 8"),
         (["--validation_images", "5000"], "leaves no images to train on: there are 1797"),
-        (["--resolution", "15"], "--resolution 15 does not divide by 2"),
-        (["--image_channels", "3"], "in_channels and out_channels are 1 and 1, but the images have 3"),
-        (["--model_config_name_or_path", "/nowhere"], "cannot read --model_config_name_or_path /nowhere"),
         (["--output_dir", "/proc/run"], "cannot write to --output_dir /proc/run"),
-        (["--rescale_betas_zero_snr"], "v_prediction"),
         (
             ["--rescale_betas_zero_snr", "--prediction_type", "v_prediction", "--snr_gamma", "5"],
             "timestep 999 a weight of 0",
@@ -231,7 +213,6 @@ def test_its_test_suite_s_command_lines(train, tiny_flags, tmp_path):
         (["--dataset_name", "/no/such/data"], "/no/such/data"),
         (["--mixed_precision", "fp16"], "fp16 needs a GPU"),
         (["--ddpm_num_inference_steps", "5000"], "--ddpm_num_inference_steps: 5000 sampling steps are not possible"),
-        (["--eval_steps", "2", "--eval_images", "3"], "--eval_images must be a whole number of at least 10"),
         (["--background", "fog"], "--background must be an opaque color, such as white, #808080 or rgb(0,0,0); got fog"),
         (["--dataset_name", "data/train.parquet"], "--dataset_name data/train.parquet: no such file or folder"),
         (["--optimizer", "adamw8bit"], "bitsandbytes"),
