@@ -185,10 +185,6 @@ def without_progress(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.strip() and not line.endswith(" so far")]
 
 
-def start_script(script: str, flags: list, num_processes: int = 1) -> subprocess.Popen:
-    return start_command(script_command(script, flags, num_processes), script_environment(num_processes))
-
-
 def start_command(command: list, environment: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
         [str(word) for word in command],

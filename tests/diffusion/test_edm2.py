@@ -11,7 +11,7 @@ from scipy import stats
 from test_edm2_unet import tiny
 from torch import nn
 
-from models.edm_heun import EDMHeunScheduler, noise_levels
+from models.edm_heun import EDMHeunScheduler
 from models.guided_pipeline import EDM2Pipeline, guided
 from utils.diffusion.classes import training_labels
 from utils.diffusion.edm2 import (
@@ -84,13 +84,6 @@ def test_heun_against_a_plain_implementation_of_algorithm_1():
         euler = value + (there - here) * slope(value, here)
         value = value + (there - here) * (slope(value, here) + slope(euler, there)) / 2 if there else euler
     np.testing.assert_allclose(actual.numpy(), value, rtol=1e-6, atol=1e-6)
-
-
-def test_noise_levels_have_the_ends_asked_for():
-    levels = noise_levels(5, 0.01, 10.0, 3.0)
-    assert levels[0] == pytest.approx(10.0) and levels[4] == pytest.approx(0.01) and levels[5] == 0
-    middle = ((10 ** (1 / 3) + 0.01 ** (1 / 3)) / 2) ** 3
-    assert levels[2] == pytest.approx(middle)
 
 
 def test_training_noise_is_log_normal_and_belongs_to_samples():

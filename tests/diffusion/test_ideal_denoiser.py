@@ -49,15 +49,6 @@ def test_each_image_has_its_own_noise_level():
         torch.testing.assert_close(together[row], ideal_clean_images(noisy[row : row + 1], levels[row : row + 1], training)[0])
 
 
-def test_limits_are_the_nearest_image_and_the_mean():
-    training, noisy = normal(50, 3, 4, 4), normal(8, 3, 4, 4, seed=1) * 2
-    nearest = training[torch.cdist(noisy.flatten(1), training.flatten(1)).argmin(1)]
-    clean = ideal_clean_images(noisy, torch.full((8,), 1 - 1e-12, dtype=torch.float64), training)
-    torch.testing.assert_close(clean, nearest.double(), rtol=0, atol=1e-6)
-    blind = ideal_clean_images(noisy, torch.zeros(8), training)
-    torch.testing.assert_close(blind, training.double().mean(0).expand(8, 3, 4, 4), rtol=0, atol=1e-12)
-
-
 def test_small_noise_and_many_pixels_neither_overflow_nor_lose_the_rivals():
     """Two images that differ in one pixel, by half the noise: both have weight, though their exponents are near 1e7."""
     one = normal(1, 3, 64, 64).clamp(-1, 1)

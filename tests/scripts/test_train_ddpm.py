@@ -11,7 +11,6 @@ from conftest import (
     ROOT,
     logged_scalars,
     run_command,
-    run_script,
     same_bytes,
     script_environment,
     slow_turns,
@@ -228,15 +227,6 @@ def test_bad_input_is_named(train, tiny_flags, tmp_path, flags, message):
     assert "Traceback" not in str(error.value) and len(str(error.value)) < 600
     assert not (tmp_path / "run" / "options.json").exists()  # nor was an earlier run deleted
     assert not list((tmp_path / "run").glob("checkpoint-*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_an_error_is_one_line_and_status_2(tiny_flags, tmp_path, processes):
-    result = run_script("train_ddpm.py", [*tiny_flags, "--output_dir", tmp_path, "--label_column", "digit"], processes)
-    assert result.returncode == (2 if processes == 1 else 1)  # torchrun has its own
-    errors = [line for line in result.stderr.splitlines() if "--label_column digit" in line]
-    assert len(errors) == 1 and errors[0].startswith("error: --label_column digit: ")
 
 
 # ---- what a run leaves

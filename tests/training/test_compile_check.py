@@ -17,11 +17,9 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.diagnostics.dynamics import Dynamics
 from utils.diffusion.unet import make_unet
 from utils.options.flags import DDPMOptions
 from utils.training.compile_check import check_compiled
-from utils.training.memory_plan import NO_ACTIVATIONS, MemoryPlan
 
 
 @pytest.fixture(autouse=True)
@@ -234,25 +232,6 @@ def test_under_ddp_nothing_is_sent_and_what_is_compiled_is_what_trains(monkeypat
 
 
 # ---- in the scripts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stays", [False, True])
-def test_reports_measure_activations_where_compiling_is_given_up(
-    train_script, script_flags, tmp_path, monkeypatch, capsys, stays
-):
-    """A batch that fits compiled updates alone: eager ones take that memory anyway, with or without a report."""
-    layers = []
-    report = Dynamics.report
-    monkeypatch.setattr(Dynamics, "report", lambda *arguments: (found := report(*arguments), layers.append(found[1]))[0])
-    monkeypatch.setattr(nn.Module, "compile", lambda module: None)
-    monkeypatch.setattr("utils.training.compile_check.check_compiled", lambda *arguments: stays)
-    monkeypatch.setattr(MemoryPlan, "measures_eagerly", lambda *arguments: False)
-    flags = ["--compile", "--max_train_steps", 1, "--logging_steps", 1, "--output_dir", tmp_path / "run"]
-    assert train_script([*script_flags, *flags]) == 0
-    said = capsys.readouterr()
-    assert (NO_ACTIVATIONS in said.out + said.err) == stays
-    assert any("activation" in figures for figures in layers[0].values()) != stays
 
 
 @pytest.mark.slow

@@ -33,11 +33,8 @@ HEALTHY = {
     "plain": [],
     "bf16, accumulation": ["--mixed_precision", "bf16", "--gradient_accumulation_steps", "2", "--train_batch_size", "4"],
     "penalty, adaptive clipping": ["--l1_weight", "1e-4", "--adaptive_clipping"],
-    "flips, jitter": ["--random_flip", "--color_jitter", "0.2", "--gradient_checkpointing"],
-    "SGD": ["--optimizer", "sgd", "--learning_rate", "1e-2"],
-    "RMSprop": ["--optimizer", "rmsprop"],
+    "flips, jitter": ["--random_flip", "--color_jitter", "0.2", "--optimizer", "rmsprop"],
     "no averages": ["--no-use_ema"],
-    "dropout": ["--dropout", "0.3", "--gradient_accumulation_steps", "2", "--train_batch_size", "4"],
     "dropout, checkpointing": ["--dropout", "0.3", "--gradient_checkpointing"],
     "workers, no clipping": ["--dataloader_num_workers", "1", "--max_grad_norm", "0"],
 }
@@ -47,21 +44,6 @@ HEALTHY = {
 def test_nothing_is_found_in_a_healthy_run_and_every_stage_is_measured(train_script, script, script_flags, tmp_path, kind):
     assert train_script([*script_flags, *RHYTHM, *HEALTHY[kind], "--output_dir", tmp_path]) == 0
     assert step_seen(tmp_path) == (OF_SCRIPT[script] - ({"ema"} if kind == "no averages" else set()), {})
-
-
-OF_DDPM = {
-    "spectral norm": ["--spectral_norm"],
-    "kinks": ["--activation", "relu"],
-    "v": ["--prediction_type", "v_prediction", "--snr_gamma", "5", "--ddpm_beta_schedule", "squaredcos_cap_v2"],
-    "the image": ["--prediction_type", "sample", "--rescale_betas_zero_snr", "--ddpm_beta_schedule", "scaled_linear"],
-    "epsilon": ["--snr_gamma", "5", "--ddpm_beta_schedule", "sigmoid", "--initialisation", "he", "--zero_init_output"],
-}
-
-
-@pytest.mark.parametrize("kind", ["spectral norm", *slow_turns(*list(OF_DDPM)[1:])])
-def test_nothing_is_found_with_other_flags_of_ddpm(train, tiny_flags, tmp_path, kind):
-    assert train([*tiny_flags, *OF_DDPM[kind], "--output_dir", tmp_path]) == 0
-    assert step_seen(tmp_path) == (OF_EACH, {})
 
 
 @pytest.mark.slow
