@@ -137,7 +137,6 @@ def test_the_script_s_own_precision_wins_over_the_launcher_s(monkeypatch):
     ("settings", "said"),
     [
         ("distributed_type: 'NO'\nmixed_precision: fp16", "mixed_precision fp16 needs a GPU"),
-        ("distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTOR}", "dynamo_backend inductor"),
         ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}", "launched with FSDP"),
     ],
 )

@@ -209,7 +209,7 @@ def test_snapshots_on_disk_make_an_average_that_was_never_tracked(tmp_path, dtyp
         reconstruct(snapshots, 0.07, 5)
 
 
-@pytest.mark.parametrize("width", [0.02, 0.03, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("width", [0.02, 0.1])
 def test_what_fp16_snapshots_add_against_the_same_sum_of_fp32_ones(tmp_path, width):
     """Of the same averages, stored in both, and added up in float64."""
     sums = {}
