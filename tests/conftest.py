@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -298,6 +299,28 @@ def made_elsewhere(pipeline: Path, home: Path, **asked):
 def same_bytes(path: Path, expected: Path | bytes) -> bool:
     """For asserts about files: where CI is set, pytest compares two long byte strings line by line, which takes hours."""
     return path.read_bytes() == (expected if isinstance(expected, bytes) else expected.read_bytes())
+
+
+@pytest.fixture(scope="session")
+def resumed_alike(train):
+    """Trains to update 8, and once more from its checkpoint 4 on, with flags that may be others; asserts that all that a
+    resume needs, and the pipeline, have the same bytes. Returns the folder of the whole run."""
+    import train_ddpm
+
+    def run(flags: list, folder: Path, script=train_ddpm, more: tuple = ()) -> Path:
+        whole, resumed = folder / "whole", folder / "resumed"
+        flags = [*flags, "--checkpointing_steps", "4"]
+        assert train([*flags, "--output_dir", whole], script) == 0
+        shutil.copytree(whole / "checkpoint-4", resumed / "checkpoint-4")
+        assert train([*flags, "--output_dir", resumed, "--resume_from_checkpoint", "latest", *more], script) == 0
+        names = [f"checkpoint-8/{name}.safetensors" for name in ("model", "ema")]
+        names += ["checkpoint-8/optimizer.bin", "checkpoint-8/state.json", "unet/diffusion_pytorch_model.safetensors"]
+        assert (whole / names[0]).exists()
+        for name in names:
+            assert not (whole / name).exists() or same_bytes(whole / name, resumed / name), name
+        return whole
+
+    return run
 
 
 def logged_scalars(output_dir: Path, tag: str) -> dict[int, float]:

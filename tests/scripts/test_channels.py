@@ -1,14 +1,13 @@
 """Images of 2 and 4 channels, and of 16 bits, from files to files."""
 
 import json
-import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import make_tiny_flags, same_bytes, slow_turns, step_seen
+from conftest import make_tiny_flags, slow_turns, step_seen
 from PIL import Image
 
 import evaluate
@@ -40,14 +39,10 @@ def write_images(folder, mode, count=40, size=(20, 24)):
     return folder
 
 
-def from_data_to_samples(train, flags: list, folder: Path, script=train_ddpm, resume: tuple = ()) -> tuple[Path, Path]:
-    """(a run, the 12 images that its pipeline makes): resumed it has the same weights, and the doctor finds nothing in it."""
-    run, resumed, images = folder / "run", folder / "resumed", folder / "made"
-    flags = [*flags, "--random_flip", "--checkpointing_steps", "4", "--validation_images", "4", "--validation_steps", "4"]
-    assert train([*flags, "--output_dir", run], script) == 0
-    shutil.copytree(run / "checkpoint-4", resumed / "checkpoint-4")
-    assert train([*flags, "--output_dir", resumed, "--resume_from_checkpoint", "latest", *resume], script) == 0
-    assert same_bytes(run / "checkpoint-8/model.safetensors", resumed / "checkpoint-8/model.safetensors")
+def from_data_to_samples(resumed_alike, flags: list, folder: Path, script=train_ddpm, more: tuple = ()) -> tuple[Path, Path]:
+    """(a run, the 12 images that its pipeline makes): resumed it is the same, and the doctor finds nothing in it."""
+    flags = [*flags, "--random_flip", "--validation_images", "4", "--validation_steps", "4"]
+    run, images = resumed_alike(flags, folder, script, more), folder / "made"
     stages, found = step_seen(run)
     assert "data" in stages and found == {}
     assert [failed for _, checks in RunRecord.read(run).records("data_checks") for failed in checks["failed"]] == []
@@ -66,12 +61,12 @@ def with_channels(folder: Path, channels: int, changes: dict) -> list:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["I;16", *slow_turns("LA", "RGBA")])
-def test_a_run_from_files_to_files(mode, train, tmp_path, capsys):
+def test_a_run_from_files_to_files(mode, resumed_alike, tmp_path, capsys):
     channels, deep = len(mode) if mode in ALPHA.values() else 1, mode == "I;16"
     folder = write_images(tmp_path / "images", mode)
     flags = [*with_channels(tmp_path, channels, {"--dataset_name": str(folder)}), "--background", "navy"]
     flags += ["--preserve_input_precision"] if deep else ["--color_jitter", "0.2"]
-    run, out = from_data_to_samples(train, flags, tmp_path)
+    run, out = from_data_to_samples(resumed_alike, flags, tmp_path)
     with Image.open(out / "000000.png") as image:
         assert image.mode == mode and image.size == (16, 16)
         assert not deep or len(np.unique(np.asarray(image))) > 200
@@ -84,14 +79,15 @@ def test_a_run_from_files_to_files(mode, train, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_on_arrays(train, tmp_path):
+def test_a_run_on_arrays(resumed_alike, tmp_path):
     """Five channels of floats, smaller and larger than the size, with labels; resumed without a cache."""
     generator, path = np.random.default_rng(0), tmp_path / "waves.npz"
     waves = np.cumsum(generator.normal(size=(40, 20, 30, 5)), axis=1)
     np.savez(path, images=(waves / np.abs(waves).max() * 3).astype(np.float32), labels=np.arange(40) % 2)
     flags = with_channels(tmp_path, 5, {"--dataset_name": str(path), "--resolution": "16x24"})
     flags += ["--data_range", "-3", "3", "--preserve_input_precision", "--class_conditional"]
-    run, out = from_data_to_samples(train, flags, tmp_path, resume=("--cache_images", "no", "--dataloader_num_workers", "1"))
+    more = ("--cache_images", "no", "--dataloader_num_workers", "1")
+    run, out = from_data_to_samples(resumed_alike, flags, tmp_path, more=more)
     assert "condition" in step_seen(run)[0]
     made = np.load(out / "000003.npy")
     assert (made.shape, made.dtype) == ((16, 24, 5), np.uint16)

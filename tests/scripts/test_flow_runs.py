@@ -1,11 +1,10 @@
 """--objective flow as its users run it: continued bit for bit, loaded by diffusers alone, sampled, and refused."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from conftest import same_bytes, slow_turns, step_seen
+from conftest import slow_turns, step_seen
 from diffusers import DDPMPipeline
 from safetensors.torch import load_file
 
@@ -27,22 +26,15 @@ KINDS = {
 
 
 @pytest.fixture(scope="module", params=["velocity", *slow_turns(*list(KINDS)[1:])])
-def run(request, train, tiny_flags, tmp_path_factory):
-    folder, flags = tmp_path_factory.mktemp("flow"), [*tiny_flags, *FLOW, *KINDS[request.param], "--checkpointing_steps", "4"]
-    assert train([*flags, "--output_dir", folder / "whole"]) == 0
+def run(request, resumed_alike, tiny_flags, tmp_path_factory):
+    """(folder of a run and of its continuation, which is the same bit for bit; flags)"""
+    folder, flags = tmp_path_factory.mktemp("flow"), [*tiny_flags, *FLOW, *KINDS[request.param]]
+    resumed_alike(flags, folder)
     return folder, flags
 
 
 def prediction_of(run) -> str:
     return "sample" if "sample" in run[1] else "v_prediction"
-
-
-def test_continued_bit_for_bit(run, train):
-    folder, flags = run
-    shutil.copytree(folder / "whole" / "checkpoint-4", folder / "parts" / "checkpoint-4")
-    assert train([*flags, "--output_dir", folder / "parts", "--resume_from_checkpoint", "latest"]) == 0
-    for name in ("model.safetensors", "ema.safetensors", "optimizer.bin"):
-        assert same_bytes(*(folder / each / "checkpoint-8" / name for each in ("whole", "parts")))
 
 
 def test_the_doctor_measured_all_and_found_nothing(run):

@@ -38,10 +38,10 @@ def pictures(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [SCRIPTS[0], *slow_turns(SCRIPTS[1])])
-def test_a_run_from_files_to_samples(script, train, tmp_path, pictures, capsys):
+def test_a_run_from_files_to_samples(script, resumed_alike, tmp_path, pictures, capsys):
     changes = {"--dataset_name": str(pictures), "--resolution": "24x16"}
     flags = [changes.get(before, word) for before, word in pairwise(["", *make_tiny_flags(tmp_path, script)])]
-    run, images = from_data_to_samples(train, flags, tmp_path, MODULES[script])
+    run, images = from_data_to_samples(resumed_alike, flags, tmp_path, MODULES[script])
     assert RunRecord.read(run).options["resolution"] == "24x16"
     check_pipeline(run)
     assert image_shape(load_network(str(run))[0]) == (1, 24, 16)

@@ -1,13 +1,12 @@
 """train_edm2.py as its users run it, as far as it differs from train_ddpm.py; what both promise is tested in tests/faults."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_EDM2_NETWORK, logged_scalars, make_tiny_flags, same_bytes, slow_turns
+from conftest import TINY_EDM2_NETWORK, logged_scalars, make_tiny_flags, slow_turns
 from safetensors.torch import load_file
 
 import reconstruct_ema
@@ -173,17 +172,8 @@ def test_reconstruction_works_for_the_other_script_s_runs(train, tiny_flags, tmp
         ),
     ],
 )
-def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train_edm, flags, tmp_path, options):
-    run = [*flags, *options, "--checkpointing_steps", "4"]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert train_edm([*run, "--output_dir", whole]) == 0
-    resumed.mkdir()
-    shutil.copytree(whole / "checkpoint-4", resumed / "checkpoint-4")
-    assert train_edm([*run, "--output_dir", resumed, "--resume_from_checkpoint", "checkpoint-4"]) == 0
-    for path in (whole / "checkpoint-8").iterdir():
-        if path.name in ("model.safetensors", "ema.safetensors", "optimizer.bin", "state.json"):
-            assert same_bytes(path, resumed / "checkpoint-8" / path.name), path.name
-    assert same_bytes(whole / WEIGHTS, resumed / WEIGHTS)
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(resumed_alike, flags, tmp_path, options):
+    resumed_alike([*flags, *options], tmp_path, train_edm2)
 
 
 def test_what_a_run_shows_of_itself_is_computed_in_full_precision(train_edm, flags, tmp_path, monkeypatch):
