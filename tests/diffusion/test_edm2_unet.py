@@ -126,6 +126,13 @@ def test_weights_act_by_direction_alone_and_forcing_their_norm_changes_no_output
     assert inner.abs().max() < 1e-3 * module.weight.grad.norm() * module.weight.norm()
 
 
+def test_a_skipped_update_leaves_the_weights_bit_for_bit():
+    unet = tiny()
+    before = copy.deepcopy(unet.state_dict())
+    force_weight_norm(unet, torch.tensor(False))
+    assert all(torch.equal(before[name], value) for name, value in unet.state_dict().items())
+
+
 class OnDevice(torch.Tensor):
     """A flag that the host must not read, as one on a GPU."""
 
