@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DDIMScheduler
+from test_validation import Images
 from torch import nn
 
 from utils.diffusion.ddpm import make_noise_scheduler, training_target
@@ -110,23 +111,12 @@ def test_what_makes_no_sense_is_refused(noisy, alphas_cumprod, training):
         ideal_clean_images(noisy, alphas_cumprod, training)
 
 
-class Images:
-    """A stand-in for ImageSet."""
+def some(count: int, seed: int = 0) -> Images:
+    return Images(np.random.default_rng(seed).integers(0, 256, (count, 1, 4, 4), dtype=np.uint8))
 
-    max_value = 255
 
-    def __init__(self, count: int, seed: int = 0, shape=(1, 4, 4)):
-        self.pixels = np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype=np.uint8)
-        self.shape = shape
-
-    def __len__(self):
-        return len(self.pixels)
-
-    def fetch(self, indices, crop=None):
-        return self.pixels[indices]
-
-    def scaled(self) -> torch.Tensor:
-        return torch.from_numpy(self.pixels).float() / 127.5 - 1
+def scaled(images: Images) -> torch.Tensor:
+    return torch.from_numpy(images.pixels).float() / 127.5 - 1
 
 
 class Denoiser(nn.Module):
@@ -149,9 +139,9 @@ def gap(unet, scheduler, training, validation=None, **options):
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
 @pytest.mark.parametrize("random_flip", [False, True])
 def test_the_ideal_denoiser_itself_has_no_gap(prediction_type, random_flip):
-    training, validation = Images(30), Images(20, seed=1)
+    training, validation = some(30), some(20, seed=1)
     scheduler = make_noise_scheduler(prediction_type=prediction_type)
-    known = training.scaled()
+    known = scaled(training)
     known = torch.cat([known, known.flip(-1)]) if random_flip else known
     unet = Denoiser(lambda x, t: ideal_prediction(scheduler, x, t, known).float())
     figures = gap(unet, scheduler, training, validation, random_flip=random_flip, batch_size=7)
@@ -167,11 +157,11 @@ def test_the_ideal_denoiser_itself_has_no_gap(prediction_type, random_flip):
 
 def test_errors_of_a_model_that_says_zero():
     """They are the mean squares of the target, and of the ideal prediction."""
-    training, scheduler = Images(50), make_noise_scheduler()
+    training, scheduler = some(50), make_noise_scheduler()
     unet = Denoiser(lambda x, t: torch.zeros_like(x))
     (row,) = gap(unet, scheduler, training, timesteps=[600], images_per_timestep=80)["timesteps"]
     noisy = torch.cat(unet.asked)
-    ideal = ideal_prediction(scheduler, noisy, torch.full((50,), 600), training.scaled())
+    ideal = ideal_prediction(scheduler, noisy, torch.full((50,), 600), scaled(training))
     assert row["held_out"] is None
     assert row["train"]["distance"] == pytest.approx(ideal.square().mean().item(), rel=1e-6)
     assert row["train"]["model"] == pytest.approx(1, abs=0.15)  # the variance of 800 pixels of noise
@@ -180,21 +170,21 @@ def test_errors_of_a_model_that_says_zero():
 
 def test_every_timestep_and_image_has_noise_of_its_own():
     scheduler, unet = make_noise_scheduler(), Denoiser(lambda x, t: x)
-    gap(unet, scheduler, Images(20), Images(20), timesteps=[998, 999], images_per_timestep=20)
+    gap(unet, scheduler, some(20), some(20), timesteps=[998, 999], images_per_timestep=20)
     noises = torch.cat(unet.asked).flatten(1)  # hardly any image is left in them
     correlations = torch.corrcoef(noises) - torch.eye(80)
     assert len(noises) == 80 and correlations.abs().max() < 0.9
 
 
 def test_same_figures_every_time_and_a_bounded_subset():
-    training, scheduler = Images(500), make_noise_scheduler()
+    training, scheduler = some(500), make_noise_scheduler()
     unet = Denoiser(lambda x, t: 0.5 * x)
     options = {"max_images": 100, "images_per_timestep": 10}
-    figures = gap(unet, scheduler, training, Images(5, seed=1), **options)
+    figures = gap(unet, scheduler, training, some(5, seed=1), **options)
     assert figures["images_used"] == 100 and figures["timesteps"][0]["held_out"]["images"] == 5
     assert figures["timesteps"][0]["train"]["ideal"] < 1e-6  # the noised images are among those it knows
-    assert gap(unet, scheduler, training, Images(5, seed=1), **options) == figures
-    alone = gap(unet, scheduler, training, Images(5, seed=1), timesteps=[700], batch_size=3, **options)["timesteps"][0]
+    assert gap(unet, scheduler, training, some(5, seed=1), **options) == figures
+    alone = gap(unet, scheduler, training, some(5, seed=1), timesteps=[700], batch_size=3, **options)["timesteps"][0]
     for kind in ("train", "held_out"):
         assert alone[kind] == pytest.approx(figures["timesteps"][2][kind], rel=1e-6)
     assert gap(unet, scheduler, training, seed=1, **options)["timesteps"][2] != figures["timesteps"][2]

@@ -22,24 +22,9 @@ from utils.diffusion.model_card import (
 from utils.options.flags import DDPMOptions, EDM2Options
 from utils.options.parser import parse_options
 
-HOSTILE = [
-    *("<img src=x onerror=alert(1)>", "a|b", ": - #", "line\nbreak\n\nand more", "`tick` *b* __c__", "[l](javascript:x)"),
-    *(
-        "![i](x.png)",
-        "a\\|b",
-        "back\\",
-        "&lt;b&gt;",
-        "<!--",
-        "</td></tr></table>",
-        "red_fox",
-        "# x #",
-        "```",
-        '"',
-        "'",
-        "Tür 🦊",
-        "---",
-    ),
-]
+HOSTILE = ["<img src=x onerror=alert(1)>", "a|b", ": - #", "line\nbreak\n\nand more", "`tick` *b* __c__", "[l](javascript:x)"]
+HOSTILE += ["![i](x.png)", "a\\|b", "back\\", "&lt;b&gt;", "<!--", "</td></tr></table>", "red_fox", "# x #", "```", '"', "'"]
+HOSTILE += ["Tür 🦊", "---"]
 
 
 class Page(HTMLParser):

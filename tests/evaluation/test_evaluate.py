@@ -206,7 +206,7 @@ def test_stored_reference_statistics_serve_like_the_images(folder, call, tmp_pat
         call("--images", folder / "first", "--reference", path, "--features", "pixels")
 
 
-@pytest.mark.parametrize(("suffix", "flag"), [(".npy", "--reference"), (".npz", "--reference"), (".npz", "--dataset_name")])
+@pytest.mark.parametrize(("suffix", "flag"), [(".npy", "--reference"), (".npz", "--dataset_name")])
 def test_arrays_are_the_real_images_that_they_hold(folder, call, tmp_path, suffix, flag):
     files = sorted((folder / "first").glob("*.png"))
     levels = np.stack([np.asarray(Image.open(path)) for path in files])

@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+from conftest import slow_turns
 
 from benchmarks.shared.replace import replace_everywhere
 from utils.runs.checkpoint_files import verify_checkpoint
@@ -19,7 +20,7 @@ def exit_status(folder) -> int:
     return int((folder / "exit_status").read_text())
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("number", ["SIGTERM", *slow_turns("SIGINT", "SIGUSR1")])
 def test_a_signal_before_the_first_update_is_a_stop_and_no_crash(server, script, script_flags, tmp_path, number):
     fault = ["signal-in-setup", "--value", number, "--", *script_flags, "--output_dir", tmp_path]
     said = server.run(["tests/faults/inject.py", script, *fault], ends=75)

@@ -65,32 +65,35 @@ def test_the_others_leave_when_a_rank_is_lost(server, script, script_flags, tmp_
 
 
 @pytest.mark.parametrize(
-    ("number", "rank", "workers"),
+    ("processes", "number", "rank", "workers"),
     [
-        ("SIGTERM", 1, 0),
-        *slow_turns(("SIGUSR1", 0, 2), ("SIGINT", 0, 0), ("SIGTERM", 0, 2), ("SIGINT", 1, 2), ("SIGUSR1", 1, 0)),
+        *((1, "SIGTERM", 0, 0), (2, "SIGTERM", 1, 0)),
+        *slow_turns((1, "SIGINT", 0, 2), (2, "SIGUSR1", 0, 2), (2, "SIGINT", 1, 2), (2, "SIGUSR1", 1, 0)),
     ],
 )
-def test_a_signal_to_any_rank_stops_all_at_the_same_update(server, script, script_flags, tmp_path, number, rank, workers):
-    flags = [*script_flags, *HALVES, "--max_train_steps", 1000, "--output_dir", tmp_path, "--dataloader_num_workers", workers]
-    trace = tmp_path / "trace"
+def test_a_signal_to_any_rank_stops_all_at_the_same_update(
+    server, script, script_flags, tmp_path, processes, number, rank, workers
+):
+    flags = [
+        *script_flags,
+        "--train_batch_size",
+        8 // processes,
+        "--max_train_steps",
+        1000,
+        "--dataloader_num_workers",
+        workers,
+    ]
     fault = ["signal", "--value", number, "--rank", rank, "--step", 5]
-    record = [] if workers else ["--record", trace]  # workers fetch ahead
-    server.run([INJECT, script, *fault, *record, "--", *flags], 2, ends=75)
+    record = [] if workers else ["--record", tmp_path / "trace"]  # workers fetch ahead
+    said = server.run([INJECT, script, *fault, *record, "--", *flags, "--output_dir", tmp_path], processes, ends=75)
     [checkpoint] = list_checkpoints(tmp_path)
+    stopped = newest(tmp_path)
     assert verify_checkpoint(checkpoint) is None
-    assert 5 <= newest(tmp_path) <= 6  # the ranks' answer comes one update late
+    assert 5 <= stopped <= 4 + processes  # the ranks' answer comes one update late
+    assert f"stopped after {stopped} updates; continue with --resume_from_checkpoint latest" in said
     if record:
-        assert [line[0] for line in sorted(trace.read_text().splitlines())].count("0") == newest(tmp_path)
-        assert [line[0] for line in sorted(trace.read_text().splitlines())].count("1") == newest(tmp_path)
-
-
-@pytest.mark.parametrize(("number", "workers"), [("SIGTERM", 0), *slow_turns(("SIGINT", 2), ("SIGUSR1", 0))])
-def test_a_signal_to_one_process(server, script, script_flags, tmp_path, number, workers):
-    flags = [*script_flags, "--max_train_steps", 1000, "--output_dir", tmp_path, "--dataloader_num_workers", workers]
-    said = server.run([INJECT, script, "signal", "--value", number, "--step", 5, "--", *flags], ends=75)
-    assert "stopped after 5 updates; continue with --resume_from_checkpoint latest" in said
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-5"] and all_valid(tmp_path)
+        ranks = [line[0] for line in (tmp_path / "trace").read_text().splitlines()]
+        assert [ranks.count(str(each)) for each in range(processes)] == [stopped] * processes
 
 
 def test_two_interrupts_leave_at_once(server, script, script_flags, tmp_path):

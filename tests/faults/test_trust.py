@@ -74,7 +74,7 @@ def bad_data(tmp_path_factory) -> dict[str, Path]:
     return {"empty": folder / "empty", "tiny": folder / "tiny"}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [*slow_turns(1), 2])
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
