@@ -70,36 +70,6 @@ def test_decay_gives_the_profile():
         assert [weights[t - 1] for t in (500, 1000, 1999)] == pytest.approx(expected, rel=1e-6)
 
 
-def trajectory(updates: int = 10_000, size: int = 20) -> np.ndarray:
-    steps = np.random.default_rng(0).normal(size=(updates, size))
-    return 1.0 + 0.01 * steps.cumsum(0)
-
-
-def averages(path: np.ndarray, width: float, every: int) -> dict[int, np.ndarray]:
-    """The average of `width` after each `every` updates, computed directly."""
-    exponent, mean, kept = exponent_of_width(width), np.zeros(path.shape[1]), {}
-    for step, weights in enumerate(path, 1):
-        decay = (1 - 1 / step) ** (exponent + 1)
-        mean = decay * mean + (1 - decay) * weights
-        if step % every == 0:
-            kept[step] = mean
-    return kept
-
-
-def test_reconstruction_of_10_000_updates_against_averages_computed_directly():
-    path = trajectory()
-    snapshots = [(step, w, mean) for w in (0.05, 0.10) for step, mean in averages(path, w, 250).items()]
-    assert len(snapshots) == 80
-    for width in (0.03, 0.05, 0.08, 0.15, 0.20):
-        direct = averages(path, width, 2500)
-        for step in (5000, 10_000):
-            used = [s for s in snapshots if s[0] <= step]
-            weights, _ = reconstruction_weights([s[0] for s in used], [s[1] for s in used], step, width)
-            assert weights.dtype == np.float64 and weights.sum() == pytest.approx(1.0, abs=1e-12)
-            made = sum(weight * mean for weight, (_, _, mean) in zip(weights, used))
-            assert np.linalg.norm(made - direct[step]) <= 1e-3 * np.linalg.norm(direct[step]), (width, step)
-
-
 @pytest.mark.parametrize(("step", "width"), [(400, 0.15), (400, 0.01), (415, 0.1), (40, 0.15)])
 def test_error_of_the_profile_against_numerical_integration(step, width):
     """At a snapshot, for a width that is too narrow, between two snapshots, and from a single time."""

@@ -155,30 +155,6 @@ def test_what_does_not_fit_is_refused_in_two_lines(train, pipeline, tmp_path, as
     assert not (tmp_path / "run/options.json").exists()
 
 
-def code_in_the_index(folder: Path, planted: str) -> None:
-    (folder / "evil.py").write_text(planted)
-    edit(folder / "model_index.json", _class_name=["evil", "Evil"])
-
-
-def code_of_a_part(folder: Path, planted: str) -> None:
-    (folder / "unet/evil.py").write_text(planted)
-    edit(folder / "model_index.json", unet=["evil", "Evil"])
-
-
-def code_in_the_weights(folder: Path, planted: str, part: str = "unet") -> None:
-    (folder / part / "diffusion_pytorch_model.safetensors").unlink()
-    (folder / part / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Planted(planted)))
-
-
-def code_in_the_autoencoder(folder: Path, planted: str) -> None:
-    code_in_the_weights(folder, planted, "vae")
-
-
-def code_beside_the_autoencoder(folder: Path, planted: str) -> None:
-    (folder / "vae/evil.py").write_text(planted)
-    edit(folder / "vae/config.json", _class_name="Evil", auto_map={"AutoModel": "evil.Evil"})
-
-
 class Planted:
     def __init__(self, code: str):
         self.code = code
@@ -191,13 +167,28 @@ def edit(path: Path, **values) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-@pytest.mark.parametrize(
-    "plant", [code_in_the_index, code_of_a_part, code_in_the_weights, code_in_the_autoencoder, code_beside_the_autoencoder]
-)
-def test_code_of_a_pipeline_is_not_run(train, pipeline, tmp_path, plant):
+def pickled(part: Path, planted: str) -> None:
+    (part / "diffusion_pytorch_model.safetensors").unlink()
+    (part / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Planted(planted)))
+
+
+PLACES = {  # where code lies, what names it
+    "in the index": ("evil.py", lambda p: edit(p / "model_index.json", _class_name=["evil", "Evil"])),
+    "of a part": ("unet/evil.py", lambda p: edit(p / "model_index.json", unet=["evil", "Evil"])),
+    "in the weights": ("unet/evil.py", lambda p: pickled(p / "unet", (p / "unet/evil.py").read_text())),
+    "in the autoencoder": ("vae/evil.py", lambda p: pickled(p / "vae", (p / "vae/evil.py").read_text())),
+    "beside the autoencoder": (
+        *("vae/evil.py", lambda p: edit(p / "vae/config.json", _class_name="Evil", auto_map={"AutoModel": "evil.Evil"})),
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_code_of_a_pipeline_is_not_run(train, pipeline, tmp_path, place):
     planted = f"open({str(tmp_path / 'executed')!r}, 'w').close()\n"
-    folder = shutil.copytree(pipeline, tmp_path / "p")
-    plant(folder, planted)
+    folder, (file, name_it) = shutil.copytree(pipeline, tmp_path / "p"), PLACES[place]
+    (folder / file).write_text(planted)
+    name_it(folder)
     with contextlib.suppress(UserError):  # where the rest is not enough for a run
         train([*flags_of(tmp_path), "--pretrained", folder, "--max_train_steps", "1", "--output_dir", tmp_path / "run"])
     assert not (tmp_path / "executed").exists()
