@@ -103,14 +103,6 @@ def test_two_interrupts_leave_at_once(server, script, script_flags, tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"] and all_valid(tmp_path)
 
 
-@pytest.mark.slow
-def test_a_save_may_take_longer_than_a_collective_call(server, script, script_flags, tmp_path):
-    flags = [*script_flags, *HALVES, *LEAVES_SOON, "--checkpointing_steps", 4, "--output_dir", tmp_path]
-    fault = ["disk-frozen", "--rank", 0, "--step", 4, "--value", 1.5 * TIMEOUT]
-    server.run([INJECT, script, *fault, "--", *flags], 2)
-    assert newest(tmp_path) == 8 and all_valid(tmp_path)
-
-
 # ---- launched as users do
 
 

@@ -79,17 +79,6 @@ def test_defaults_are_those_of_train_unconditional():
     assert args["model_preset"] is None
 
 
-def test_no_arguments_mean_the_digits():
-    args = train_ddpm.parse_args([])
-    assert (args.dataset_name, args.model_preset, args.output_dir) == ("digits", "digits16", "runs/digits")
-
-
-def test_command_line_wins_over_the_preset():
-    args = train_ddpm.parse_args(["--dataset_name", "x/y", "--model_preset", "cifar10", "--learning_rate", "3e-4"])
-    assert (args.learning_rate, args.train_batch_size, args.dataset_name) == (3e-4, 128, "x/y")
-    assert train_ddpm.parse_args(["--train_data_dir", "photos", "--model_preset", "digits16"]).dataset_name is None
-
-
 @pytest.mark.parametrize(
     ("preset", "channels", "learning_rate", "dropout", "mebi_images"),
     [  # published for pixels (ImageNet-64); the lengths of XXS and XXL for latents, as there are no others
@@ -266,10 +255,3 @@ def test_what_only_prints_ends_at_once_without_the_libraries(line, expected):
     assert result.returncode == 0 and not result.stderr, result.stderr
     assert time.perf_counter() - start < 30
     assert all(words in result.stdout for words in expected)
-
-
-def test_the_preset_s_weighting_gives_way_to_zero_snr():
-    """Together they would not train the timestep that sampling starts with; given by hand they are refused."""
-    assert train_ddpm.parse_args([]).snr_gamma == 5.0
-    assert train_ddpm.parse_args(["--rescale_betas_zero_snr"]).snr_gamma is None
-    assert train_ddpm.parse_args(["--rescale_betas_zero_snr", "--snr_gamma", "5"]).snr_gamma == 5.0

@@ -93,18 +93,6 @@ def test_sampling_and_validating_leave_the_training_untouched(train, tiny_flags,
         assert same_bytes(tmp_path / "quiet/checkpoint-4" / file, tmp_path / "busy/checkpoint-4" / file)
 
 
-def test_existing_run_is_refused_or_replaced(train, tiny_flags, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4"]
-    train(flags)
-    with pytest.raises(UserError, match="already has a run"):
-        train(flags)
-    assert train([*flags, "--overwrite_output_dir", "--max_train_steps", "4"]) == 0
-    assert names(tmp_path) == ["checkpoint-4"]
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert sorted(logged_scalars(tmp_path, "train/loss")) == [1, 2, 3, 4]
-
-
 # ---- stopping
 
 
@@ -218,7 +206,8 @@ def test_bad_input_is_named(train, tiny_flags, tmp_path, flags, message):
 # ---- what a run leaves
 
 
-def test_the_folder_of_a_run(train, tiny_flags, tmp_path):
+def test_the_folder_of_a_run_which_is_refused_or_replaced_by_another(train, tiny_flags, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
     secret = ["--hub_token", "hf_abcdefghijklmnopqrstuvwxyz"]
     flags = [*tiny_flags, *secret, "--output_dir", tmp_path, "--checkpointing_steps", "4", "--validation_images", "8"]
     assert train(flags) == 0
@@ -243,6 +232,11 @@ def test_the_folder_of_a_run(train, tiny_flags, tmp_path):
     weights = load_file(tmp_path / "checkpoint-8" / "ema.safetensors")
     exported = DDPMPipeline.from_pretrained(tmp_path).unet.state_dict()
     assert all(torch.equal(weights[name], exported[name]) for name in weights)
+    with pytest.raises(UserError, match="already has a run"):
+        train(flags)
+    assert train([*flags, "--overwrite_output_dir", "--max_train_steps", "4"]) == 0
+    assert names(tmp_path) == ["checkpoint-4"] and (tmp_path / "notes.txt").read_text() == "mine"
+    assert sorted(logged_scalars(tmp_path, "train/loss")) == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
