@@ -303,8 +303,8 @@ def same_bytes(path: Path, expected: Path | bytes) -> bool:
 
 @pytest.fixture(scope="session")
 def resumed_alike(train):
-    """Trains to update 8, and once more from its checkpoint 4 on, with flags that may be others; asserts that all that a
-    resume needs, and the pipeline, have the same bytes. Returns the folder of the whole run."""
+    """Trains to update 8, and once more from its checkpoint 4 on, with flags that may be others; asserts that checkpoint and
+    pipeline have the same bytes, and that the doctor finds nothing. Returns the folder of the whole run."""
     import train_ddpm
 
     def run(flags: list, folder: Path, script=train_ddpm, more: tuple = ()) -> Path:
@@ -318,6 +318,7 @@ def resumed_alike(train):
         assert (whole / names[0]).exists()
         for name in names:
             assert not (whole / name).exists() or same_bytes(whole / name, resumed / name), name
+        assert step_seen(whole)[1] == step_seen(resumed)[1] == {}
         return whole
 
     return run

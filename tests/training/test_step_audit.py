@@ -57,11 +57,8 @@ def test_a_compiled_run_is_looked_at_in_its_reports_and_runs_compiled_between_th
 def test_a_resumed_run_is_compared_with_its_checkpoint(train_script, script_flags, tmp_path, monkeypatch):
     flags = [*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4", "--lr_scheduler", "constant"]
     assert train_script([*flags, "--max_train_steps", "4"]) == 0
-    resumed = [*flags, "--resume_from_checkpoint", "latest"]
-    assert train_script([*resumed, "--max_train_steps", "8"]) == 0
-    assert codes(tmp_path) == set()
     monkeypatch.setattr("torch.optim.Optimizer.load_state_dict", lambda self, state: None)
-    assert train_script([*resumed, "--max_train_steps", "12"]) == 0
+    assert train_script([*flags, "--resume_from_checkpoint", "latest"]) == 0
     assert {"state-moments"} <= codes(tmp_path) <= {"state-moments", "state-moments-lost", "optimizer-count"}
 
 
@@ -100,7 +97,7 @@ def test_a_recording_that_fails_ends_neither_the_run_nor_the_looks_at_files(trai
         raise ZeroDivisionError("a law with a mistake")
 
     monkeypatch.setattr("steady_doctor.declared_doctor.identify", broken)
-    assert train([*tiny_flags, *RHYTHM, "--output_dir", tmp_path]) == 0
+    assert train([*tiny_flags, "--output_dir", tmp_path]) == 0
     [failed] = [f for f in json.loads((tmp_path / "diagnosis.json").read_text()) if f["code"] == "rule-failed"]
     assert "ZeroDivisionError: a law with a mistake" in failed["evidence"]
 
