@@ -38,12 +38,12 @@ def test_kills_in_the_first_save_cost_nothing_but_time(server, script, script_fl
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_kills_cost_nothing_but_time(killer, phase):
-    assert_costs_nothing_but_time(killer, phase, 4)
+    assert_costs_nothing_but_time(killer, phase, 2)
 
 
 @pytest.mark.slow
 def test_kills_while_the_other_rank_saves(killer_of_two):
-    assert_costs_nothing_but_time(killer_of_two, "a save", 4)
+    assert_costs_nothing_but_time(killer_of_two, "a save", 2)
 
 
 @pytest.mark.slow

@@ -27,11 +27,6 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in list_checkpoints(folder)]
 
 
-def largest_relative_error(first: Path, second: Path) -> float:
-    first, second = load_file(first), load_file(second)
-    return max(((first[k] - second[k]).norm() / first[k].norm().clamp(min=1e-6)).item() for k in first)
-
-
 # ---- one process, two processes, accumulation: the same training
 
 
@@ -237,17 +232,3 @@ def test_the_folder_of_a_run_which_is_refused_or_replaced_by_another(train, tiny
     assert train([*flags, "--overwrite_output_dir", "--max_train_steps", "4"]) == 0
     assert names(tmp_path) == ["checkpoint-4"] and (tmp_path / "notes.txt").read_text() == "mine"
     assert sorted(logged_scalars(tmp_path, "train/loss")) == [1, 2, 3, 4]
-
-
-@pytest.mark.slow
-def test_a_network_that_was_compiled_keeps_clean_names(train, tiny_flags, tmp_path, monkeypatch):
-    """With the graphs captured but not lowered to machine code, which takes minutes on a CPU."""
-    from diffusers import UNet2DModel
-
-    monkeypatch.setattr(UNet2DModel, "compile", lambda self: torch.nn.Module.compile(self, backend="aot_eager"))
-    flags = [*tiny_flags, "--max_train_steps", "2", "--checkpointing_steps", "2"]
-    assert train([*flags, "--compile", "--output_dir", tmp_path / "compiled"]) == 0
-    assert train([*flags, "--output_dir", tmp_path / "eager"]) == 0
-    files = [tmp_path / which / "checkpoint-2" / "model.safetensors" for which in ("compiled", "eager")]
-    assert load_file(files[0]).keys() == load_file(files[1]).keys()
-    assert largest_relative_error(*files) < 1e-3
