@@ -74,7 +74,7 @@ def test_neighborhoods_agree_with_brute_force(any_sets, small_blocks):
     assert found.recall == pytest.approx((cross < generated_radii[:, None]).any(0).mean())
     assert found.density == pytest.approx(np.sum(cross < real_radii) / (k * len(generated)))
     assert found.coverage == pytest.approx(np.mean(cross.min(0) < real_radii))
-    assert found.precision < 0.95  # what there is to find
+    assert found.precision < (0.5 if len(generated) == 120 else 0.95)  # what there is to find
     with pytest.raises(ValueError, match=f"more than {len(generated)} rows"):
         neighborhoods(generated, real, len(generated))
     assert nearest_mode(real, real[:40:2]).tolist() == distances(real, real[:40:2]).argmin(1).tolist()

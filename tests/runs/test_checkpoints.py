@@ -266,7 +266,8 @@ def test_early_stopping_counts_validations_without_gain():
     assert state.stopped_early(1) and not state.stopped_early(2) and not state.stopped_early(0)
 
 
-def test_code_hidden_in_a_checkpoint_is_not_run(run, saved, tmp_path):
+@pytest.mark.parametrize("dump", [pickle.dump, torch.save])
+def test_code_hidden_in_a_checkpoint_is_not_run(run, saved, tmp_path, dump):
     """A forged checkpoint with a correct manifest: the loader itself must refuse to execute what it finds."""
     sentinel = tmp_path / "executed"
 
@@ -277,7 +278,8 @@ def test_code_hidden_in_a_checkpoint_is_not_run(run, saved, tmp_path):
     for name in ("optimizer.bin", "random_states_0.pkl", "model.safetensors", "ema.safetensors"):
         forged = saved.with_name("checkpoint-99")
         shutil.copytree(saved, forged)
-        (forged / name).write_bytes(pickle.dumps(Malicious()))
+        with open(forged / name, "wb") as file:
+            dump(Malicious(), file)
         manifest = json.loads((forged / "MANIFEST.json").read_text())
         file = forged / name
         manifest["files"][name] = {"size": file.stat().st_size, "sha256": checkpoint_files.file_sha256(file)}
@@ -287,3 +289,5 @@ def test_code_hidden_in_a_checkpoint_is_not_run(run, saved, tmp_path):
             load_checkpoint(run.accelerator, forged)
         assert not sentinel.exists(), name
         shutil.rmtree(forged)
+    pickle.loads(pickle.dumps(Malicious()))
+    assert sentinel.exists()  # it would have been seen
