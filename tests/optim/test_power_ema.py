@@ -10,6 +10,7 @@ import torch
 from conftest import same_bytes, slow_turns
 from safetensors.torch import load_file, save_file
 from scipy.integrate import quad
+from test_ema import network
 from torch import nn
 
 import train_ddpm
@@ -79,11 +80,6 @@ def test_error_of_the_profile_against_numerical_integration(step, width):
     made = sum(x * profile(t, exponent_of_width(w), s) for x, s, w in zip(weights, steps, widths))
     wanted = profile(t, exponent_of_width(width), step)
     assert error == pytest.approx(np.sqrt(((made - wanted) ** 2).sum() / (wanted**2).sum()), rel=1e-3)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
 
 
 def walk(model: nn.Module, seed: int) -> None:

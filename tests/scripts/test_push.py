@@ -17,10 +17,7 @@ from utils.options.parser import parse_options
 from utils.training.push import pushes_alone
 
 REFUSED = [
-    (
-        {"hub_token": "hf_wrong"},
-        r"the Hub does not accept the token .*\nset another --hub_token$",
-    ),
+    ({"hub_token": "hf_wrong"}, r"the Hub does not accept the token .*\nset another --hub_token$"),
     ({"hub_token": None}, r"the Hub does not accept the token .*\nset another HF_TOKEN$"),
     ({"hub_token": "hf_read"}, r"the token 'mine' can only read\nmake a token with write access"),
     ({"hub_model_id": "others/run"}, r"the token may not write there \(You don't have the rights to create"),

@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from accelerate import Accelerator
@@ -187,31 +188,17 @@ def test_tensorboard_shows_training_and_validation_first_and_one_run(tmp_path):
 
 
 def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on():
-    class Broken:
-        name = "broken"
-
-        def store_init_configuration(self, values):
-            raise ValueError("too long")
-
-        def log(self, values, step):
-            raise OSError("no space left")
-
-    class Working:
-        name, seen = "working", []
-
-        def store_init_configuration(self, values):
-            pass
-
-        def log(self, values, step):
-            self.seen.append(step)
-
     said = []
-    accelerator = SimpleNamespace(is_main_process=True, trackers=[Broken(), Working()])
+    broken, working = Mock(), Mock()  # each takes what it is given
+    broken.name, working.name = "broken", "working"
+    broken.store_init_configuration.side_effect = ValueError("too long")
+    broken.log.side_effect = OSError("no space left")
+    accelerator = SimpleNamespace(is_main_process=True, trackers=[broken, working])
     trackers = Trackers(accelerator, options(logger="none"), 0, said.append)
     trackers.describe({})
     for step in (1, 2):
         trackers.log({"train/loss": 1.0}, step)
-    assert Working.seen == [1, 2]
+    assert [call.kwargs["step"] for call in working.log.call_args_list] == [1, 2] and broken.log.call_count == 1
     assert said == ["the settings of the run do not go to broken: too long", "nothing more goes to broken: no space left"]
 
 
