@@ -101,12 +101,14 @@ def test_kills_cost_nothing_but_time(server, tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [of_latents, fine_tuned, with_classes])
 def test_two_processes_train_the_same(server, tmp_path, kind):
-    words = [*words_of(kind, tmp_path), "--checkpointing_steps", 8]
+    words, close = [*words_of(kind, tmp_path), "--checkpointing_steps", 8], 2e-4
+    if kind is fine_tuned:
+        words, close = [*words, "--train_only", "up_blocks.*", "--learning_rate", 1e-5], 2e-6
     for processes in (2, 1):
         split = ["--train_batch_size", 8 // processes, "--output_dir", tmp_path / str(processes)]
         server.run(["train_ddpm.py", *words, *split], processes)
     one, two = (load_file(tmp_path / count / "checkpoint-8/model.safetensors") for count in "12")
     for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=0, atol=2e-4)
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=close)
     stages, found = step_seen(tmp_path / "2")
     assert {"data", "ranks", *(["condition"] if kind is with_classes else [])} <= stages and found == {}

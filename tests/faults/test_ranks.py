@@ -74,18 +74,11 @@ def test_the_others_leave_when_a_rank_is_lost(server, script, script_flags, tmp_
 def test_a_signal_to_any_rank_stops_all_at_the_same_update(
     server, script, script_flags, tmp_path, processes, number, rank, workers
 ):
-    flags = [
-        *script_flags,
-        "--train_batch_size",
-        8 // processes,
-        "--max_train_steps",
-        1000,
-        "--dataloader_num_workers",
-        workers,
-    ]
+    flags = [*script_flags, "--train_batch_size", 8 // processes, "--dataloader_num_workers", workers]
     fault = ["signal", "--value", number, "--rank", rank, "--step", 5]
     record = [] if workers else ["--record", tmp_path / "trace"]  # workers fetch ahead
-    said = server.run([INJECT, script, *fault, *record, "--", *flags, "--output_dir", tmp_path], processes, ends=75)
+    run = ["--max_train_steps", 1000, "--output_dir", tmp_path]
+    said = server.run([INJECT, script, *fault, *record, "--", *flags, *run], processes, ends=75)
     [checkpoint] = list_checkpoints(tmp_path)
     stopped = newest(tmp_path)
     assert verify_checkpoint(checkpoint) is None
