@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,10 +186,6 @@ def without_progress(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.strip() and not line.endswith(" so far")]
 
 
-def start_script(script: str, flags: list, num_processes: int = 1) -> subprocess.Popen:
-    return start_command(script_command(script, flags, num_processes), script_environment(num_processes))
-
-
 def start_command(command: list, environment: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
         [str(word) for word in command],
@@ -280,9 +277,51 @@ def step_seen(folder: Path) -> tuple[set[str], dict[str, dict]]:
     return {stage for audit in audits for stage in audit["measured"]}, found
 
 
+def made_elsewhere(pipeline: Path, home: Path, **asked):
+    """Images [N, H, W, C] that diffusers alone makes of a pipeline, in an interpreter that does not find this repository."""
+    import numpy as np
+
+    code = """if True:
+        import json, sys, numpy, torch
+        from diffusers import DiffusionPipeline
+        pipeline = DiffusionPipeline.from_pretrained(sys.argv[1], trust_remote_code=True)
+        pipeline.set_progress_bar_config(disable=True)
+        asked = {"generator": torch.Generator().manual_seed(0), "num_inference_steps": 3, "output_type": "np"}
+        numpy.save(sys.argv[2], pipeline(**asked, **json.loads(sys.argv[3])).images)
+        assert not {"models", "utils"} & {name.split(".")[0] for name in sys.modules}, "the repository was found"
+    """
+    command = [sys.executable, "-c", code, pipeline, home / "images.npy", json.dumps(asked)]
+    done = run_command(command, script_environment() | {"HF_HOME": str(home / "home")})
+    assert done.returncode == 0, done.stderr
+    return np.load(home / "images.npy")
+
+
 def same_bytes(path: Path, expected: Path | bytes) -> bool:
     """For asserts about files: where CI is set, pytest compares two long byte strings line by line, which takes hours."""
     return path.read_bytes() == (expected if isinstance(expected, bytes) else expected.read_bytes())
+
+
+@pytest.fixture(scope="session")
+def resumed_alike(train):
+    """Trains to update 8, and once more from its checkpoint 4 on, with flags that may be others; asserts that checkpoint and
+    pipeline have the same bytes, and that the doctor finds nothing. Returns the folder of the whole run."""
+    import train_ddpm
+
+    def run(flags: list, folder: Path, script=train_ddpm, more: tuple = ()) -> Path:
+        whole, resumed = folder / "whole", folder / "resumed"
+        flags = [*flags, "--checkpointing_steps", "4"]
+        assert train([*flags, "--output_dir", whole], script) == 0
+        shutil.copytree(whole / "checkpoint-4", resumed / "checkpoint-4")
+        assert train([*flags, "--output_dir", resumed, "--resume_from_checkpoint", "latest", *more], script) == 0
+        names = [f"checkpoint-8/{name}.safetensors" for name in ("model", "ema")]
+        names += ["checkpoint-8/optimizer.bin", "checkpoint-8/state.json", "unet/diffusion_pytorch_model.safetensors"]
+        for name in names:
+            without_averages = "ema" in name and not (whole / name).exists()
+            assert without_averages or same_bytes(whole / name, resumed / name), name
+        assert step_seen(whole)[1] == step_seen(resumed)[1] == {}
+        return whole
+
+    return run
 
 
 def logged_scalars(output_dir: Path, tag: str) -> dict[int, float]:

@@ -8,7 +8,7 @@ import types
 
 import huggingface_hub
 import pytest
-from conftest import ROOT, slow_turns
+from conftest import ROOT
 from hub_stand_in import hub_stand_in
 
 from utils.core.errors import in_full
@@ -18,8 +18,8 @@ LOAD = """
 import json, sys
 from utils.core.errors import UserError
 from utils.options.flags import DDPMOptions
-name, options = sys.argv[1], json.loads(sys.argv[2])
-try:
+
+def load(name, options):
     if name == "network":
         from diffusers import UNet2DModel
         from utils.diffusion.unet import read_config
@@ -30,20 +30,27 @@ try:
     else:
         from utils.data.sources import open_dataset
         open_dataset(DDPMOptions(dataset_name=name, **options))
-except UserError as error:
-    print(error)
+
+told = []
+for name, options in json.loads(sys.argv[1]):
+    try:
+        load(name, options)
+    except UserError as error:
+        told.append(str(error))
+print(json.dumps(told))
 """
 
 
-def said(name: str, tmp_path, address: str = "http://127.0.0.1:9", **options) -> str:
+def check_told(asked: dict[tuple[str, str], str], tmp_path, address: str = "http://127.0.0.1:9") -> None:
+    """Loads in another process each (name, options of a dataset as JSON), which must be refused with the words beside it."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "PYTHONPATH": str(ROOT)}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": ""}
-    command = [sys.executable, "-c", LOAD, name, json.dumps(options)]
+    command = [sys.executable, "-c", LOAD, json.dumps([[name, json.loads(options)] for name, options in asked])]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
-    message = result.stdout.strip()
-    assert message and message.count("\n") <= 1
-    return message
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert len(told) == len(asked) and all(message.count("\n") <= 1 for message in told)
+    assert all(words in message for words, message in zip(asked.values(), told)), told
 
 
 @pytest.fixture
@@ -62,42 +69,41 @@ def repository(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "options", "message"),
+    ("fault", "asked"),
     [
-        ("private", {}, "it doesn't exist on the Hub, or it is private\ncheck the name, or log in with `hf auth login`"),
-        ("gated", {}, "it is gated\nask for access at https://huggingface.co/datasets/some/thing, then log in"),
-        (None, {}, "it has several configs\nset --dataset_config_name to one of small, large"),
-        (None, {"dataset_config_name": "tiny"}, "no config 'tiny'\nset --dataset_config_name to one of small, large"),
-        (None, {"dataset_config_name": "small", "dataset_split": "dev"}, "no split dev\nset --dataset_split to one of train"),
-        ("broken", {}, "some/thing: the Hub answered 500\ntry again later"),
+        ("private", {"{}": "it doesn't exist on the Hub, or it is private\ncheck the name, or log in with `hf auth login`"}),
+        ("gated", {"{}": "it is gated\nask for access at https://huggingface.co/datasets/some/thing, then log in"}),
+        (
+            None,
+            {
+                "{}": "it has several configs\nset --dataset_config_name to one of small, large",
+                '{"dataset_config_name": "tiny"}': "no config 'tiny'\nset --dataset_config_name to one of small, large",
+                '{"dataset_config_name": "small", "dataset_split": "dev"}': "no split dev\nset --dataset_split to one of train",
+            },
+        ),
+        ("broken", {"{}": "some/thing: the Hub answered 500\ntry again later"}),
     ],
 )
-def test_a_dataset_that_cannot_be_had(fault, options, message, repository, tmp_path):
+def test_a_dataset_that_cannot_be_had(fault, asked, repository, tmp_path):
     with hub_stand_in("some/thing", repository, fault=fault) as (address, _):
-        assert message in said("some/thing", tmp_path, address, **options)
+        check_told({("some/thing", options): words for options, words in asked.items()}, tmp_path, address)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pipeline", *slow_turns("network")])
 @pytest.mark.parametrize(("fault", "message"), [("private", "or it is private\ncheck"), ("gated", "it is gated\nask for")])
-def test_a_model_that_cannot_be_had(name, fault, message, tmp_path):
+def test_a_model_that_cannot_be_had(fault, message, tmp_path):
     (tmp_path / "model").mkdir()
     for file in ("config.json", "model_index.json"):
         (tmp_path / "model" / file).write_text("{}")
     with hub_stand_in("some/thing", tmp_path / "model", "models", fault=fault) as (address, _):
-        assert message in said(name, tmp_path, address)
+        check_told(dict.fromkeys((("pipeline", "{}"), ("network", "{}")), message), tmp_path, address)
 
 
 @pytest.mark.slow
-def test_a_connection_that_is_refused(tmp_path):
-    assert "the Hub could not be reached" in said("some/thing", tmp_path)
-
-
-@pytest.mark.slow
-def test_a_file_in_another_encoding(tmp_path):
+def test_a_connection_that_is_refused_and_a_file_in_another_encoding(tmp_path):
     (tmp_path / "bad.csv").write_bytes(b"image,label\nx.png,\xff\xfe\n")
-    message = said(str(tmp_path / "bad.csv"), tmp_path)
-    assert "its text is not UTF-8" in message and "can't decode byte 0xff" in message
+    asked = {("some/thing", "{}"): "the Hub could not be reached", (str(tmp_path / "bad.csv"), "{}"): "its text is not UTF-8"}
+    check_told(asked, tmp_path)
 
 
 def failure(*texts: str) -> Exception:

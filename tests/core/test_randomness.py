@@ -121,25 +121,11 @@ def test_values_do_not_depend_on_order_batching_or_torch_state(draw, rounding):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_integers_are_uniform():
-    values = randomness.integers(0, "t", torch.arange(20000), 10).numpy()
-    assert stats.chisquare(np.bincount(values, minlength=10)).pvalue > 1e-3
-
-
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 1000, 1797, 4097])
 def test_permute_is_a_bijection(length):
     for epoch in (0, 1, 10**9):
         indices = randomness.permute(0, "order", torch.full((length,), epoch), torch.arange(length), length)
         assert sorted(indices.tolist()) == list(range(length))
-
-
-def test_permute_shuffles_every_epoch_anew():
-    length = 1000
-    orders = [randomness.permute(0, "o", torch.full((length,), e), torch.arange(length), length) for e in range(20)]
-    for first, second in zip([torch.arange(length), *orders], orders):
-        assert (first == second).sum() < 8  # a random permutation has 1 fixed point on average
-        rank_correlation = np.corrcoef(first.numpy(), second.numpy())[0, 1]
-        assert abs(rank_correlation) < 5 / length**0.5
 
 
 @pytest.mark.parametrize("length", [3, 5, 10])
@@ -151,20 +137,6 @@ def test_permute_sends_every_position_everywhere_equally_often(length):
     assert stats.chisquare(counts).pvalue > 1e-4
 
 
-def test_all_orders_of_three_are_equally_likely():
-    epochs = torch.arange(6000).repeat_interleave(3)
-    orders = randomness.permute(0, "o", epochs, torch.arange(3).repeat(6000), 3).view(-1, 3)
-    _, counts = orders.unique(dim=0, return_counts=True)
-    assert len(counts) == 6
-    assert stats.chisquare(counts.numpy()).pvalue > 1e-4
-
-
 def test_permute_refuses_an_empty_range():
     with pytest.raises(ValueError, match="positive"):
         randomness.permute(0, "o", torch.zeros(1).long(), torch.zeros(1).long(), 0)
-
-
-def test_purposes_and_numbers_give_distinct_seeds():
-    seeds = {randomness.derive_seed(s, p, *n) for s in (0, 1) for p in ("a", "b") for n in ((), (0,), (0, 0), (1,))}
-    assert len(seeds) == 16
-    assert all(0 <= seed < 2**63 for seed in seeds)

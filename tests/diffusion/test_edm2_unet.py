@@ -92,28 +92,6 @@ def test_fresh_blocks_keep_unit_magnitude(mode, resample, heads):
             assert 0.8 < magnitude(block(torch.randn(4, 64, 16, 16), torch.randn(4, 64))) < 1.2
 
 
-@pytest.mark.parametrize(("name", "networks"), [("XXS", 1), ("digits16", 20)])
-def test_fresh_network_s_block_outputs_keep_unit_magnitude(name, networks):
-    """In expectation over the weights: with the 16 to 64 channels of digits16 one network's blocks range from 0.67 to 1.25, and
-    their mean over networks is from 0.86 to 0.99."""
-    config = {"sample_size": 16, "in_channels": 1, "out_channels": 1} | PRESETS[name] if name == "digits16" else PRESETS[name]
-    means = {}
-
-    def see(block: str, out: torch.Tensor) -> None:
-        means[block] = means.get(block, 0.0) + magnitude(out) / networks
-
-    for seed in range(networks):
-        torch.manual_seed(seed)
-        unet = EDM2UNet(num_class_embeds=10, **config)
-        for block, module in unet.named_modules():
-            if isinstance(module, EDM2Block):
-                module.register_forward_hook(lambda m, i, out, block=block: see(block, out))
-        with torch.no_grad():
-            unet(torch.randn(4, unet.config.in_channels, *[unet.config.sample_size] * 2), torch.randn(4), torch.arange(4))
-    assert len(means) == len(unet.encoder) + len(unet.decoder)
-    assert all(0.8 < value < 1.2 for value in means.values()), means
-
-
 def test_cosine_attention_against_a_plain_computation():
     torch.manual_seed(0)
     block = EDM2Block(8, 8, 4, mode="decoder", num_heads=2)

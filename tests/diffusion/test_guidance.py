@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from diffusers import DDPMScheduler, UNet2DModel
+from diffusers import DDPMScheduler
 from test_edm2_unet import tiny
+from test_sampling import tiny_unet
 
 import generate
 from models.edm_heun import EDMHeunScheduler
@@ -18,16 +19,6 @@ from utils.diffusion.guidance import asked_classes, make_guided_prediction
 from utils.diffusion.pipelines import load_network
 
 CONFIG = EDMHeunScheduler().config
-TINY = {
-    "sample_size": 8,
-    "in_channels": 1,
-    "out_channels": 1,
-    "block_out_channels": (8, 8),
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-    "down_block_types": ("DownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "UpBlock2D"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +81,7 @@ MEANT = [  # names of three classes; what is asked for; the number that it means
 
 @pytest.mark.parametrize(("names", "meant"), MEANT)
 def test_scripts_and_pipelines_take_the_same_text_for_the_same_class(names, meant):
-    edm2, ddpm = tiny().eval(), UNet2DModel(**TINY, num_class_embeds=4).eval()
+    edm2, ddpm = tiny().eval(), tiny_unet(num_class_embeds=4).eval()
     id2label = dict(enumerate(names)) or None
     pipelines = EDM2Pipeline(edm2, EDMHeunScheduler(), id2label), ClassDDPMPipeline(ddpm, DDPMScheduler(), id2label)
     told = []  # what the networks are told
@@ -112,16 +103,6 @@ def test_scripts_and_pipelines_take_the_same_text_for_the_same_class(names, mean
                     asked_classes([text], names, unet)
             else:
                 assert asked_classes([text, "#2"], names, unet) == [number, 2], text
-
-
-def test_classes_that_are_called_1_2_3_are_asked_for_by_these_names(pipelines, tmp_path):
-    export_pipeline(tiny(), EDMHeunScheduler(), tmp_path / "p", "", class_names=["1", "2", "3"])
-    pipeline = ["--pipeline", tmp_path / "p"]
-    named = make(pipelines, tmp_path / "named", "--class_labels", 3, 1, *pipeline)
-    assert named == make(pipelines, tmp_path / "numbered", "--class_labels", 2, 0)  # of a pipeline without names
-    assert json.loads((tmp_path / "named/generate.json").read_text())["class_labels"] == [2, 0]
-    with pytest.raises(UserError, match=r"--class_labels 0: .*\nits classes: 1, 2, 3, or '#0' to '#2'"):
-        make(pipelines, tmp_path / "out", "--class_labels", 0, *pipeline)
 
 
 def test_guidance_changes_the_images_and_is_on_record(pipelines, tmp_path):
@@ -163,7 +144,7 @@ def test_what_cannot_be_asked_for_is_named(pipelines, tmp_path, words, message):
 
 
 def test_a_network_of_ddpm_is_asked_by_class_and_without_one():
-    config, unet = {"beta_schedule": "linear"}, UNet2DModel(**TINY, num_class_embeds=4).eval()
+    config, unet = {"beta_schedule": "linear"}, tiny_unet(num_class_embeds=4).eval()
     x, numbers, step = torch.randn(4, 1, 8, 8), torch.arange(4, 8), torch.tensor(30)
     with torch.no_grad():
         of_class, without = (unet(x, step, torch.tensor(labels)).sample for labels in ([2, 0, 2, 0], [3, 3, 3, 3]))
@@ -174,7 +155,7 @@ def test_a_network_of_ddpm_is_asked_by_class_and_without_one():
 
 
 def test_an_unconditional_ddpm_takes_no_classes():
-    config, unet = {"beta_schedule": "linear"}, UNet2DModel(**TINY)
+    config, unet = {"beta_schedule": "linear"}, tiny_unet()
     with pytest.raises(UserError, match=r"no classes, .*\nset --guide_pipeline"):
         make_guided_prediction(unet, config, guidance=2.0)
     with pytest.raises(UserError, match="--class_labels 0: the pipeline has no classes\nleave it out"):
@@ -195,13 +176,3 @@ def test_loading_runs_no_code_of_the_pipeline(pipelines):
     for name, tensor in tiny().state_dict().items():
         loaded = unet.state_dict()[name]
         assert torch.equal(tensor, loaded) and (loaded.data_ptr() - tensor.data_ptr()) % 64 == 0  # no place in the mapped file
-
-
-def test_evaluate_measures_them_too(pipelines, tmp_path, capsys):
-    import evaluate
-
-    words = ["--pipeline", pipelines / "main", "--dataset_name", "digits", "--resolution", "8", "--image_channels", "1"]
-    words += ["--num_images", "16", "--num_inference_steps", "2", "--no_classes", "--json", "--output_dir", tmp_path]
-    AcceleratorState._reset_state(reset_partial_state=True)
-    evaluate.main(evaluate.parse_args([str(word) for word in (*words, "--cache_dir", tmp_path / "cache")]))
-    assert '"sampler": "heun"' in capsys.readouterr().out

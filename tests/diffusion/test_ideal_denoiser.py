@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DDIMScheduler
+from test_validation import Images
 from torch import nn
 
 from utils.diffusion.ddpm import make_noise_scheduler, training_target
@@ -49,15 +50,6 @@ def test_each_image_has_its_own_noise_level():
         torch.testing.assert_close(together[row], ideal_clean_images(noisy[row : row + 1], levels[row : row + 1], training)[0])
 
 
-def test_limits_are_the_nearest_image_and_the_mean():
-    training, noisy = normal(50, 3, 4, 4), normal(8, 3, 4, 4, seed=1) * 2
-    nearest = training[torch.cdist(noisy.flatten(1), training.flatten(1)).argmin(1)]
-    clean = ideal_clean_images(noisy, torch.full((8,), 1 - 1e-12, dtype=torch.float64), training)
-    torch.testing.assert_close(clean, nearest.double(), rtol=0, atol=1e-6)
-    blind = ideal_clean_images(noisy, torch.zeros(8), training)
-    torch.testing.assert_close(blind, training.double().mean(0).expand(8, 3, 4, 4), rtol=0, atol=1e-12)
-
-
 def test_small_noise_and_many_pixels_neither_overflow_nor_lose_the_rivals():
     """Two images that differ in one pixel, by half the noise: both have weight, though their exponents are near 1e7."""
     one = normal(1, 3, 64, 64).clamp(-1, 1)
@@ -73,37 +65,6 @@ def test_small_noise_and_many_pixels_neither_overflow_nor_lose_the_rivals():
     assert 1.2 < odds < 5
     ideal = ideal_clean_images(noisy, alpha_bar, torch.cat([one, other]), chunk_size=1)
     assert ideal[0, 0, 0, 0].item() == pytest.approx((y + odds * z) / (1 + odds), abs=1e-8)
-
-
-@pytest.mark.slow
-def test_large_samples_of_a_mixture_of_gaussians_approach_its_true_optimum():
-    """x_0 ~ sum_k p_k N(m_k, c^2 I). Then x_t ~ sum_k p_k N(a m_k, (a^2 c^2 + s^2) I), and given k the mean of x_0 is
-    m_k + a c^2 / (a^2 c^2 + s^2) (x_t - a m_k)."""
-    shares, means, spread = torch.tensor([0.2, 0.8]), torch.tensor([[-1.0, 0.5], [0.7, 0.0]]).double(), 0.3
-
-    def draw(count, seed):
-        generator = torch.Generator().manual_seed(seed)
-        component = torch.multinomial(shares, count, replacement=True, generator=generator)
-        return (means[component] + spread * torch.randn(count, 2, generator=generator)).view(count, 2, 1, 1)
-
-    def optimum(noisy, alpha_bar):
-        alpha, variance = math.sqrt(alpha_bar), alpha_bar * spread**2 + 1 - alpha_bar
-        away = noisy.flatten(1)[:, None] - alpha * means
-        posterior = (shares.log() - away.square().sum(2) / (2 * variance)).softmax(1)
-        return (posterior[:, :, None] * (means + alpha * spread**2 / variance * away)).sum(1).view_as(noisy)
-
-    fresh, noise = draw(2000, 1), normal(2000, 2, 1, 1, seed=2).double()
-    errors = {}
-    for alpha_bar in (0.05, 0.3):
-        noisy = math.sqrt(alpha_bar) * fresh + math.sqrt(1 - alpha_bar) * noise
-        true = optimum(noisy, alpha_bar)
-        for count in (100, 20_000):
-            ideal = ideal_clean_images(noisy, torch.full((2000,), alpha_bar), draw(count, 3))
-            errors[alpha_bar, count] = (ideal - true).square().mean().item()
-        floors = [(x - fresh).square().mean().item() for x in (ideal, true)]
-        assert floors[0] == pytest.approx(floors[1], rel=0.005)
-        assert errors[alpha_bar, 20_000] < 2e-3 * floors[1]
-        assert errors[alpha_bar, 20_000] < errors[alpha_bar, 100] / 20
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
@@ -150,23 +111,12 @@ def test_what_makes_no_sense_is_refused(noisy, alphas_cumprod, training):
         ideal_clean_images(noisy, alphas_cumprod, training)
 
 
-class Images:
-    """A stand-in for ImageSet."""
+def some(count: int, seed: int = 0) -> Images:
+    return Images(np.random.default_rng(seed).integers(0, 256, (count, 1, 4, 4), dtype=np.uint8))
 
-    max_value = 255
 
-    def __init__(self, count: int, seed: int = 0, shape=(1, 4, 4)):
-        self.pixels = np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype=np.uint8)
-        self.shape = shape
-
-    def __len__(self):
-        return len(self.pixels)
-
-    def fetch(self, indices, crop=None):
-        return self.pixels[indices]
-
-    def scaled(self) -> torch.Tensor:
-        return torch.from_numpy(self.pixels).float() / 127.5 - 1
+def scaled(images: Images) -> torch.Tensor:
+    return torch.from_numpy(images.pixels).float() / 127.5 - 1
 
 
 class Denoiser(nn.Module):
@@ -189,9 +139,9 @@ def gap(unet, scheduler, training, validation=None, **options):
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
 @pytest.mark.parametrize("random_flip", [False, True])
 def test_the_ideal_denoiser_itself_has_no_gap(prediction_type, random_flip):
-    training, validation = Images(30), Images(20, seed=1)
+    training, validation = some(30), some(20, seed=1)
     scheduler = make_noise_scheduler(prediction_type=prediction_type)
-    known = training.scaled()
+    known = scaled(training)
     known = torch.cat([known, known.flip(-1)]) if random_flip else known
     unet = Denoiser(lambda x, t: ideal_prediction(scheduler, x, t, known).float())
     figures = gap(unet, scheduler, training, validation, random_flip=random_flip, batch_size=7)
@@ -207,56 +157,34 @@ def test_the_ideal_denoiser_itself_has_no_gap(prediction_type, random_flip):
 
 def test_errors_of_a_model_that_says_zero():
     """They are the mean squares of the target, and of the ideal prediction."""
-    training, scheduler = Images(50), make_noise_scheduler()
+    training, scheduler = some(50), make_noise_scheduler()
     unet = Denoiser(lambda x, t: torch.zeros_like(x))
     (row,) = gap(unet, scheduler, training, timesteps=[600], images_per_timestep=80)["timesteps"]
     noisy = torch.cat(unet.asked)
-    ideal = ideal_prediction(scheduler, noisy, torch.full((50,), 600), training.scaled())
+    ideal = ideal_prediction(scheduler, noisy, torch.full((50,), 600), scaled(training))
     assert row["held_out"] is None
     assert row["train"]["distance"] == pytest.approx(ideal.square().mean().item(), rel=1e-6)
     assert row["train"]["model"] == pytest.approx(1, abs=0.15)  # the variance of 800 pixels of noise
     assert row["train"]["gap"] == pytest.approx(row["train"]["model"] - row["train"]["ideal"])
 
 
-def test_gap_and_distance_agree_on_average_for_any_model():
-    """E|model - target|^2 - E|ideal - target|^2 = E|model - ideal|^2, by Pythagoras."""
-    scheduler = make_noise_scheduler(prediction_type="sample")
-    unet = Denoiser(lambda x, t: torch.tensor([0.0, 0.2, 0.4, 0.6]) * x)
-    training = Images(40)
-    training.pixels[..., 2:] //= 3  # neither to the model nor in the set are an image and its mirror image alike
-    for flip in (False, True):
-        rows = [
-            gap(unet, scheduler, training, timesteps=[700, 900], seed=seed, random_flip=flip)["timesteps"] for seed in range(60)
-        ]
-        for at in range(2):
-            gaps, distances = ([row[at]["train"][key] for row in rows] for key in ("gap", "distance"))
-            assert np.mean(gaps) == pytest.approx(np.mean(distances), rel=0.05)
-
-
-def test_close_to_the_ideal_the_distance_is_the_steadier_figure():
-    training, scheduler = Images(40), make_noise_scheduler(prediction_type="sample")
-    unet = Denoiser(lambda x, t: ideal_prediction(scheduler, x, t, training.scaled()) + 0.05 * x)
-    rows = [gap(unet, scheduler, training, timesteps=[900], seed=seed)["timesteps"][0]["train"] for seed in range(40)]
-    assert np.std([row["gap"] for row in rows]) > 5 * np.std([row["distance"] for row in rows])
-
-
 def test_every_timestep_and_image_has_noise_of_its_own():
     scheduler, unet = make_noise_scheduler(), Denoiser(lambda x, t: x)
-    gap(unet, scheduler, Images(20), Images(20), timesteps=[998, 999], images_per_timestep=20)
+    gap(unet, scheduler, some(20), some(20), timesteps=[998, 999], images_per_timestep=20)
     noises = torch.cat(unet.asked).flatten(1)  # hardly any image is left in them
     correlations = torch.corrcoef(noises) - torch.eye(80)
     assert len(noises) == 80 and correlations.abs().max() < 0.9
 
 
 def test_same_figures_every_time_and_a_bounded_subset():
-    training, scheduler = Images(500), make_noise_scheduler()
+    training, scheduler = some(500), make_noise_scheduler()
     unet = Denoiser(lambda x, t: 0.5 * x)
     options = {"max_images": 100, "images_per_timestep": 10}
-    figures = gap(unet, scheduler, training, Images(5, seed=1), **options)
+    figures = gap(unet, scheduler, training, some(5, seed=1), **options)
     assert figures["images_used"] == 100 and figures["timesteps"][0]["held_out"]["images"] == 5
     assert figures["timesteps"][0]["train"]["ideal"] < 1e-6  # the noised images are among those it knows
-    assert gap(unet, scheduler, training, Images(5, seed=1), **options) == figures
-    alone = gap(unet, scheduler, training, Images(5, seed=1), timesteps=[700], batch_size=3, **options)["timesteps"][0]
+    assert gap(unet, scheduler, training, some(5, seed=1), **options) == figures
+    alone = gap(unet, scheduler, training, some(5, seed=1), timesteps=[700], batch_size=3, **options)["timesteps"][0]
     for kind in ("train", "held_out"):
         assert alone[kind] == pytest.approx(figures["timesteps"][2][kind], rel=1e-6)
     assert gap(unet, scheduler, training, seed=1, **options)["timesteps"][2] != figures["timesteps"][2]

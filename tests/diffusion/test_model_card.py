@@ -22,24 +22,9 @@ from utils.diffusion.model_card import (
 from utils.options.flags import DDPMOptions, EDM2Options
 from utils.options.parser import parse_options
 
-HOSTILE = [
-    *("<img src=x onerror=alert(1)>", "a|b", ": - #", "line\nbreak\n\nand more", "`tick` *b* __c__", "[l](javascript:x)"),
-    *(
-        "![i](x.png)",
-        "a\\|b",
-        "back\\",
-        "&lt;b&gt;",
-        "<!--",
-        "</td></tr></table>",
-        "red_fox",
-        "# x #",
-        "```",
-        '"',
-        "'",
-        "Tür 🦊",
-        "---",
-    ),
-]
+HOSTILE = ["<img src=x onerror=alert(1)>", "a|b", ": - #", "line\nbreak\n\nand more", "`tick` *b* __c__", "[l](javascript:x)"]
+HOSTILE += ["![i](x.png)", "a\\|b", "back\\", "&lt;b&gt;", "<!--", "</td></tr></table>", "red_fox", "# x #", "```", '"', "'"]
+HOSTILE += ["Tür 🦊", "---"]
 
 
 class Page(HTMLParser):
@@ -193,5 +178,6 @@ def test_addresses_lose_what_is_secret_and_local_data_has_no_name_on_the_hub():
     assert local_name(secret) == "https://data.example/cats/{000..399}.tar"
     assert local_name("hf://datasets/me/cats@v1/a.parquet") == "hf://datasets/me/cats@v1/a.parquet"
     assert local_name("file:///home/me/cats") == "cats" and local_name("gone/with/them") == "them"
+    assert [local_name(name) for name in ("~/data", "../x/", "1e-4", "./", "me/cats")] == ["data", "x", "1e-4", ".", "me/cats"]
     names = ("/home/me/gone", secret, "data/more/train", "gone.parquet", "digits", None)
     assert [hub_name(name) for name in names] == [None] * len(names) and hub_name("me/cats") == "me/cats"

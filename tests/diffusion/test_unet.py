@@ -7,7 +7,6 @@ from diffusers import UNet2DModel
 from utils.core.errors import UserError
 from utils.diffusion.unet import make_unet, plain_state_dict
 from utils.options.flags import DDPMOptions
-from utils.options.presets import NETWORKS
 
 
 def parameters(model) -> int:
@@ -70,14 +69,6 @@ def test_activation_and_dropout_reach_the_network():
     assert unet.config.act_fn == "mish"
     dropouts = {m.p for m in unet.modules() if isinstance(m, torch.nn.Dropout)}
     assert 0.25 in dropouts
-
-
-def test_network_is_chosen_from_the_resolution():
-    with torch.device("meta"):
-        for resolution, name in ((64, "256"), (40, "cifar10"), (28, "digits16")):
-            unet = make_unet(DDPMOptions(resolution=resolution, image_channels=3))
-            assert tuple(unet.config.block_out_channels) == NETWORKS[name]["block_out_channels"]
-            assert unet.config.sample_size == resolution
 
 
 @pytest.mark.parametrize(

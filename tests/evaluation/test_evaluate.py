@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import run_script, same_bytes, without_progress
+from conftest import run_script, same_bytes
 from diffusers import DDPMScheduler
 from PIL import Image
 from safetensors.torch import save_file
@@ -36,19 +36,8 @@ def write_options(run, *flags):
     """As train_ddpm.py would have written them, with a split of its own."""
     import train_ddpm
 
-    data = [
-        "--dataset_name",
-        "digits",
-        "--resolution",
-        "8",
-        "--image_channels",
-        "1",
-        "--validation_images",
-        "50",
-        "--seed",
-        "3",
-    ]
-    options = vars(train_ddpm.parse_args([*data, "--output_dir", str(run), *map(str, flags)]))
+    data = "--dataset_name digits --resolution 8 --image_channels 1 --validation_images 50 --seed 3"
+    options = vars(train_ddpm.parse_args([*data.split(), "--output_dir", str(run), *map(str, flags)]))
     (run / "options.json").write_text(json.dumps({"options": options}))
 
 
@@ -217,7 +206,7 @@ def test_stored_reference_statistics_serve_like_the_images(folder, call, tmp_pat
         call("--images", folder / "first", "--reference", path, "--features", "pixels")
 
 
-@pytest.mark.parametrize(("suffix", "flag"), [(".npy", "--reference"), (".npz", "--reference"), (".npz", "--dataset_name")])
+@pytest.mark.parametrize(("suffix", "flag"), [(".npy", "--reference"), (".npz", "--dataset_name")])
 def test_arrays_are_the_real_images_that_they_hold(folder, call, tmp_path, suffix, flag):
     files = sorted((folder / "first").glob("*.png"))
     levels = np.stack([np.asarray(Image.open(path)) for path in files])
@@ -342,7 +331,6 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
         (tmp_path / "noise" / f"{number}.png").write_bytes(b"no image")
     digits = ["--dataset_name", "digits"]
     cases = [
-        (["--images", tmp_path / "missing", *digits], "--images .*missing: no such file or folder"),
         (["--images", tmp_path / "nothing", *digits], "has no images"),
         (["--images", tmp_path / "mixed", *digits], r"different sizes: 0.png 8x8, 2.png 9x9"),
         (["--images", tmp_path / "broken", *digits], "9.png cannot be decoded"),
@@ -355,14 +343,10 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
             "needs weights\nset --feature_weights to weights-inception",
         ),
         (["--images", folder / "first", *digits, "--features", "dinov2"], "needs weights\nset --feature_weights to a folder"),
-        (["--images", folder / "first", "--reference", tmp_path / "absent"], "--reference .*absent: no such file or folder"),
-        (["--images", folder / "first", "--train_data_dir", tmp_path / "absent"], "--train_data_dir .*absent: no such file"),
-        (["--images", folder / "first", *digits, "--compare", tmp_path / "absent"], "--compare .*absent: no such file"),
         (["--images", folder / "first", *digits, "--feature_weights", "w"], "--feature_weights is not for --features randconv"),
         (["--images", folder / "first", *digits, "--output", "w"], "--output is for make-reference"),
         (["--pipeline", folder / "run", *digits, "--num_images", 9], "--num_images must be a whole number of at least 10"),
         (["--pipeline", tmp_path, *digits], "cannot load a pipeline"),
-        (["--pipeline", folder / "run", *digits, "--num_inference_steps", 21], "from 1 to 20"),
         ([*digits], "nothing to evaluate"),
         (["--images", folder / "first"], "no real images"),
         (["--images", folder / "first", *digits, "--reference", folder], "the real images are given twice"),
@@ -393,14 +377,11 @@ def test_flags_of_the_samples_are_checked_before_the_real_images_are_read(folder
         call("--pipeline", folder / "run", "--dataset_name", "digits", *flags)
 
 
-def test_arrays_of_other_channels_and_a_folder_of_too_few_images_are_named(folder, call, tmp_path):
+def test_arrays_of_other_channels_are_named(folder, call, tmp_path):
     np.save(tmp_path / "rgb.npy", np.zeros((30, 8, 8, 3), np.uint8))
     said = r"the images of .*rgb.npy are \[8, 8, 3\], .* 3 channels .*, and the images that are evaluated have 1 channels\n"
     with pytest.raises(UserError, match=said + "compare images"):
         call("--images", folder / "first", "--reference", tmp_path / "rgb.npy")
-    make_images(tmp_path / "few", [8] * 3)
-    with pytest.raises(UserError, match=r"^.*few: 3 samples and 400 reference images are too few"):
-        call("--images", tmp_path / "few", "--reference", folder / "second")
 
 
 def test_flags_of_samples_need_a_pipeline():
@@ -419,16 +400,6 @@ def test_paths_are_checked_before_the_libraries_load(call, monkeypatch):
 
 def test_the_fewest_images_that_flags_allow_are_those_that_figures_need():
     assert FEWEST_IMAGES == MIN_IMAGES
-
-
-def test_what_has_no_weights_is_told(folder, call, tmp_path):
-    (tmp_path / "bare").mkdir()
-    shutil.copy(folder / "run" / "options.json", tmp_path / "bare")
-    with pytest.raises(UserError, match="the run has no exported pipeline and no valid checkpoint yet"):
-        call("--pipeline", tmp_path / "bare", "--dataset_name", "digits")
-    (tmp_path / "no-run").mkdir()
-    with pytest.raises(UserError, match=r"it has no model_index\.json"):
-        call("--pipeline", f"{tmp_path}/no-run/", "--dataset_name", "digits")
 
 
 def test_one_color_image_makes_a_folder_of_color(tmp_path):
@@ -452,10 +423,3 @@ def test_what_one_process_cannot_read_is_one_line_of_all(folder, tmp_path):
     result = run_script("evaluate.py", [*flags, "--cache_dir", folder / "cache"], 2)
     assert result.stderr.count("error: ") == 1 and f"error: cannot decode the image {path}: " in result.stderr
     assert "gloo" not in result.stderr and 'evaluate.py", line' not in result.stderr
-
-
-@pytest.mark.slow
-def test_mistakes_end_with_2(tmp_path):
-    result = run_script("evaluate.py", ["--images", tmp_path / "missing", "--dataset_name", "digits"])
-    lines = without_progress(result.stderr)
-    assert result.returncode == 2 and lines[0].startswith("error: ") and len(lines) <= 2

@@ -11,6 +11,8 @@ from utils.evaluation.classifier import Classifier
 from utils.evaluation.extractors import RandomConvolutions
 from utils.evaluation.feature_sets import evenly, extract, load_features, save_features, sharded
 
+ALONE = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
+
 
 class Process:
     """One of several processes that run as threads: `gather` is the accelerator's; `waiting` is itself."""
@@ -90,9 +92,8 @@ def test_an_uneven_split_gives_the_bits_of_one_process():
 
 
 def test_what_is_kept_does_not_grow_with_the_number_of_images():
-    process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
     blank = lambda numbers: torch.zeros(len(numbers), 1, 8, 8, dtype=torch.uint8)  # noqa: E731
-    (features,), images = extract(process, [RandomConvolutions(1)], 5000, 500, blank, kept_rows=100, kept_images=10)
+    (features,), images = extract(ALONE, [RandomConvolutions(1)], 5000, 500, blank, kept_rows=100, kept_images=10)
     assert features.rows.shape == (100, 120) and images.shape == (10, 1, 8, 8) and len(features) == 5000
     assert features.rows.untyped_storage().nbytes() == 100 * 120 * 4  # no view of all
 
@@ -118,11 +119,10 @@ def test_the_hash_is_of_every_pixel_and_of_nothing_else():
 
 def test_no_graph_is_kept_of_an_extractor_that_was_trained():
     """Whatever makes the images: a graph for each chunk would keep all of its activations."""
-    process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
     trained, saved = Classifier(1, 3), []
     assert all(weight.requires_grad for weight in trained.parameters())
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
-        (features,), _ = extract(process, [trained], 37, 8, make_images)
+        (features,), _ = extract(ALONE, [trained], 37, 8, make_images)
     assert saved == [] and not features.rows.requires_grad
 
 
@@ -150,8 +150,7 @@ def test_kept_numbers_are_spread_evenly():
 
 
 def test_stored_statistics_come_back_or_are_refused(tmp_path):
-    process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
-    (features,), _ = extract(process, [RandomConvolutions(1)], 30, 8, make_images)
+    (features,), _ = extract(ALONE, [RandomConvolutions(1)], 30, 8, make_images)
     path = tmp_path / "reference.safetensors"
     digest = save_features(path, features, {"reference": "thirty"})
     found, facts, again = load_features(path)

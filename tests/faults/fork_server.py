@@ -92,11 +92,11 @@ class ForkServer:
             self._runs.append(runs[-1])
         return runs
 
-    def run(self, command: list, num_processes: int = 1) -> str:
-        """Runs `command` to its end, which must be a good one, and returns what its ranks printed."""
+    def run(self, command: list, num_processes: int = 1, ends: int = 0) -> str:
+        """Runs `command` to its end, where all ranks exit with status `ends`, and returns what they printed."""
         runs = self.start(command, num_processes)
         statuses, printed = [run.wait() for run in runs], "\n".join(run.text() for run in runs)
-        assert statuses == [0] * num_processes, printed[-3000:]
+        assert statuses == [ends] * num_processes, printed[-3000:]
         return printed
 
     def _new_store(self, own: bool) -> int:

@@ -147,10 +147,18 @@ def slow_compute(step: int, seconds: str) -> None:
 
 
 def slow_data(step: int, seconds: str) -> None:
+    wait_in_fetch(lambda number: float(seconds) * (number >= step))
+
+
+def hang_data(step: int, value: str) -> None:
+    wait_in_fetch(lambda number: 3600 * (number == step))
+
+
+def wait_in_fetch(seconds_of) -> None:
     fetch, batches = utils.data.dataset.ImageSet.fetch, itertools.count(1)
 
     def slow(images, indices, *arguments):
-        time.sleep(float(seconds) * (next(batches) >= step))
+        time.sleep(seconds_of(next(batches)))
         return fetch(images, indices, *arguments)
 
     utils.data.dataset.ImageSet.fetch = slow
@@ -200,16 +208,6 @@ def stop(step: int, value: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     at_update(step, stopped)
-
-
-def hang_data(step: int, value: str) -> None:
-    fetch, batches = utils.data.dataset.ImageSet.fetch, itertools.count(1)
-
-    def stuck(images, indices, *arguments):
-        time.sleep(3600 * (next(batches) == step))
-        return fetch(images, indices, *arguments)
-
-    utils.data.dataset.ImageSet.fetch = stuck
 
 
 def oom(step: int, value: str) -> None:
@@ -430,30 +428,9 @@ def signal_in_setup(step: int, value: str) -> None:
     replace_everywhere("utils.data.dataset.load_images", interrupted)
 
 
-FAULTS = {
-    "none": None,
-    "nan": nan,
-    "hang": hang,
-    "hang-unseen": hang_unseen,
-    "hang-repeated": hang_repeated,
-    "stop": stop,
-    "hang-data": hang_data,
-    "slow-compute": slow_compute,
-    "slow-data": slow_data,
-    "nudge": nudge,
-    "flip": flip,
-    "oom": oom,
-    "oom-between": oom_between,
-    "fail-between": fail_between,
-    "wrong-compiler": wrong_compiler,
-    "signal": send_signal,
-    "signal-in-setup": signal_in_setup,
-    "disk-full": disk_full,
-    "file-size": file_size,
-    "disk-frozen": disk_frozen,
-    "clock": clock,
-    "kill-in-save": kill_in_save,
-}
+FUNCTIONS = (nan, hang, hang_unseen, hang_repeated, stop, hang_data, slow_compute, slow_data, nudge, flip, oom, oom_between)
+FUNCTIONS += (fail_between, wrong_compiler, signal_in_setup, disk_full, file_size, disk_frozen, clock, kill_in_save)
+FAULTS = {"none": None, "signal": send_signal} | {function.__name__.replace("_", "-"): function for function in FUNCTIONS}
 
 
 if __name__ == "__main__":

@@ -26,18 +26,8 @@ EXPORTED = "unet/diffusion_pytorch_model.safetensors"
 TAGS = ("train/loss", "train/lr", "train/grad_norm", "train/ema_distance")
 
 
-PHASED = [
-    "--max_train_steps",
-    24,
-    "--checkpointing_steps",
-    3,
-    "--save_images_steps",
-    8,
-    "--eval_steps",
-    12,
-    "--eval_images",
-    32,
-]
+PHASED = ["--max_train_steps", 24, "--checkpointing_steps", 3, "--save_images_steps", 8]
+PHASED += ["--eval_steps", 12, "--eval_images", 32]
 FRESH, RESUMED = "fresh", "resumed"
 TWICE = "a start that resumes, twice in a row"
 

@@ -79,7 +79,7 @@ def assert_same_run(first: Path, second: Path) -> None:
     assert logged_scalars(first, "validation/loss")[24] == logged_scalars(second, "validation/loss")[24]
 
 
-@pytest.mark.parametrize(("cache", "workers"), [("yes", 0), ("no", 0), ("no", 2)])
+@pytest.mark.parametrize(("cache", "workers"), [("yes", 0), ("no", 2)])
 def test_fail_is_the_default_and_names_the_file(train_script, flags, tmp_path, capsys, cache, workers):
     options = ["--cache_images", cache, "--dataloader_num_workers", workers, "--output_dir", tmp_path]
     status, line = end_of(train_script, [*flags, *options], capsys)

@@ -31,8 +31,7 @@ def small_disk(folder: Path, options: str = "size=12m"):
 def whole(server, script, script_flags, tmp_path_factory) -> Path:
     """A run that nothing happened to."""
     folder = tmp_path_factory.mktemp("whole")
-    [run] = server.start([script, *script_flags, *FLAGS, "--output_dir", folder])
-    assert run.wait() == 0, run.text()
+    server.run([script, *script_flags, *FLAGS, "--output_dir", folder])
     return folder
 
 
@@ -47,13 +46,12 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(server, script, script_f
         folder = disk / "run"
         fault = ["disk-full", "--step", 3, "--value", disk]  # until update 5: the save after 4 fails
         flags = [*script_flags, *FLAGS, "--output_dir", folder, "--save_images_steps", 4, "--save_model_steps", 4]
-        [run] = server.start(["tests/faults/inject.py", script, *fault, "--", *flags])
-        assert run.wait() == 0, run.text()
-        assert "checkpoint-4 was not saved, earlier ones are whole" in run.text()
+        said = server.run(["tests/faults/inject.py", script, *fault, "--", *flags])
+        assert "checkpoint-4 was not saved, earlier ones are whole" in said
         for what in ("the samples", "the pipeline"):
-            assert run.text().count(f"left out: {what} after 4 updates: No space left on device") == 1
+            assert said.count(f"left out: {what} after 4 updates: No space left on device") == 1
         curve = logged_scalars(folder, "train/loss")  # small values may fit into the file's last block
-        assert sorted(curve) == list(range(1, 9)) or "nothing more goes to tensorboard" in run.text()
+        assert sorted(curve) == list(range(1, 9)) or "nothing more goes to tensorboard" in said
         assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
         assert invalid_checkpoints(folder, whole) == []
         assert not list(folder.glob(".tmp-*"))
@@ -76,34 +74,18 @@ def test_a_file_that_cannot_be_written_on_one_rank(server, script, script_flags,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "deleted"])
-def test_each_damaged_file_is_noticed_before_anything_is_loaded(server, script, script_flags, whole, tmp_path, damage):
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    files = sorted(path for path in (folder / "checkpoint-8").rglob("*") if path.is_file())
-    assert len(files) >= 6
+def test_a_damaged_file_is_noticed_before_anything_is_loaded(server, script, script_flags, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
     flags = [*script_flags, *FLAGS, "--output_dir", folder, "--resume_from_checkpoint"]
-    for file in files:
-        content = file.read_bytes()
-        middle = len(content) // 2
-        if damage == "truncated":
-            file.write_bytes(content[:middle])
-        elif damage == "flipped":
-            file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-        else:
-            file.unlink()
-        path, skipped = find_checkpoint(folder, "latest")
-        assert path.name == "checkpoint-6" and "skipping checkpoint-8" in skipped[0], file.name
-        before = snapshot(folder)
-        [run] = server.start([script, *flags, "checkpoint-8"])
-        assert run.wait() == 2, file.name
-        assert "checkpoint-8: " in run.text() and "Traceback" not in run.text(), file.name
-        assert snapshot(folder) == before
-        if file is not files[-1]:
-            file.write_bytes(content)
-    [run] = server.start([script, *flags, "latest"])
-    assert run.wait() == 0, run.text()
-    assert "skipping checkpoint-8: " in run.text() and "resumed from checkpoint-6" in run.text()
+    file = folder / "checkpoint-8" / "optimizer.bin"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1000] + bytes([content[-1000] ^ 1]) + content[-999:])
+    before = snapshot(folder)
+    said = server.run([script, *flags, "checkpoint-8"], ends=2)
+    assert "checkpoint-8: " in said and "Traceback" not in said
+    assert snapshot(folder) == before
+    said = server.run([script, *flags, "latest"])
+    assert "skipping checkpoint-8: " in said and "resumed from checkpoint-6" in said
     assert differences(folder, whole) == []
 
 
@@ -111,8 +93,7 @@ def test_an_output_that_cannot_be_written_is_named_at_once(server, script, scrip
     (tmp_path / "file").write_text("mine")
     with small_disk(tmp_path / "disk", "size=1m,ro") as disk:
         for folder in (disk / "run", disk, tmp_path / "file", tmp_path / "file" / "run"):
-            [run] = server.start([script, *script_flags, "--output_dir", folder])
-            assert run.wait() == 2, run.text()
-            line, *advice = run.text().splitlines()
+            said = server.run([script, *script_flags, "--output_dir", folder], ends=2)
+            line, *advice = said.splitlines()
             assert len(advice) <= 1 and line.startswith(f"error: cannot write to --output_dir {folder}: ")
     assert (tmp_path / "file").read_text() == "mine"

@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+from conftest import slow_turns
 
 from benchmarks.shared.replace import replace_everywhere
 from utils.runs.checkpoint_files import verify_checkpoint
@@ -19,12 +20,11 @@ def exit_status(folder) -> int:
     return int((folder / "exit_status").read_text())
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("number", ["SIGTERM", *slow_turns("SIGINT", "SIGUSR1")])
 def test_a_signal_before_the_first_update_is_a_stop_and_no_crash(server, script, script_flags, tmp_path, number):
     fault = ["signal-in-setup", "--value", number, "--", *script_flags, "--output_dir", tmp_path]
-    [run] = server.start(["tests/faults/inject.py", script, *fault])
-    assert run.wait() == 75, run.text()
-    assert not list(tmp_path.glob("checkpoint-*")) and "Traceback" not in run.text()
+    said = server.run(["tests/faults/inject.py", script, *fault], ends=75)
+    assert not list(tmp_path.glob("checkpoint-*")) and "Traceback" not in said
 
 
 def test_a_stop_that_could_not_save_is_no_stop_to_run_again(train_script, script_flags, tmp_path, monkeypatch, capsys):

@@ -1,13 +1,15 @@
-"""SIGKILL in runs of each kind: fine-tuned, with classes, not square, of four channels, of arrays, of latents."""
+"""SIGKILL in runs of each kind, and two processes: fine-tuned, with classes, not square, of four channels, arrays, latents."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY_NETWORK, make_tiny_flags, slow_turns, small_kl
+import torch
+from conftest import TINY_NETWORK, make_tiny_flags, slow_turns, small_kl, step_seen
 from kills import PHASED, Killer
 from PIL import Image
+from safetensors.torch import load_file
 
 
 def with_network(flags: dict, channels: int) -> dict:
@@ -74,9 +76,10 @@ def fine_tuned_on_latents(flags: dict, folder: Path) -> dict:
 KINDS = (of_latents, fine_tuned_on_latents, fine_tuned, with_classes, not_square, of_four_channels, of_arrays)
 
 
-def words_of(flags: dict) -> list:
-    words = []
-    for name, value in flags.items():
+def words_of(kind, folder: Path) -> list:
+    """The flags of a run of this kind; what it reads lies in `folder`."""
+    words, plain = [], make_tiny_flags(folder)
+    for name, value in kind(dict(zip(plain[::2], plain[1::2], strict=True)), folder).items():
         if value is not None:
             words += [name, *([] if value is True else value if isinstance(value, tuple) else [value])]
     return words
@@ -85,13 +88,27 @@ def words_of(flags: dict) -> list:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [KINDS[0], *slow_turns(*KINDS[1:])])
 def test_kills_cost_nothing_but_time(server, tmp_path, kind):
-    words = make_tiny_flags(tmp_path)
-    flags = kind(dict(zip(words[::2], words[1::2], strict=True)), tmp_path)
     (tmp_path / "runs").mkdir()
-    killer = Killer(server, "train_ddpm.py", [*words_of(flags), *PHASED], tmp_path / "runs", seed=1)
+    killer = Killer(server, "train_ddpm.py", [*words_of(kind, tmp_path), *PHASED], tmp_path / "runs", seed=1)
     tallies = killer.kill_by_phase({"any moment": 2, "a save": 1})
     for tally in tallies.values():
         assert (tally.invalid, tally.different) == ([], [])
         assert tally.ends > 0
         if kind not in (of_latents, fine_tuned_on_latents):  # whose updates do not fetch images
             assert max(tally.updates_lost) <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [of_latents, fine_tuned, with_classes])
+def test_two_processes_train_the_same(server, tmp_path, kind):
+    words, close = [*words_of(kind, tmp_path), "--checkpointing_steps", 8], 2e-4
+    if kind is fine_tuned:
+        words, close = [*words, "--train_only", "up_blocks.*", "--learning_rate", 1e-5], 2e-6
+    for processes in (2, 1):
+        split = ["--train_batch_size", 8 // processes, "--output_dir", tmp_path / str(processes)]
+        server.run(["train_ddpm.py", *words, *split], processes)
+    one, two = (load_file(tmp_path / count / "checkpoint-8/model.safetensors") for count in "12")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=close)
+    stages, found = step_seen(tmp_path / "2")
+    assert {"data", "ranks", *(["condition"] if kind is with_classes else [])} <= stages and found == {}

@@ -64,42 +64,29 @@ def test_the_others_leave_when_a_rank_is_lost(server, script, script_flags, tmp_
         assert "predicted: " in lost.text() and "predicted: " not in other.text()
 
 
-@pytest.mark.slow
-def test_out_of_memory_in_one_process(server, script, script_flags, tmp_path):
-    [run] = server.start([INJECT, script, "oom", "--step", 3, "--", *script_flags, "--output_dir", tmp_path])
-    assert run.wait() == 1
-    assert "error: out of memory on rank 0: CUDA out of memory" in run.text() and "Traceback" not in run.text()
-
-
 @pytest.mark.parametrize(
-    ("number", "rank", "workers"),
+    ("processes", "number", "rank", "workers"),
     [
-        ("SIGTERM", 1, 0),
-        *slow_turns(("SIGUSR1", 0, 2), ("SIGINT", 0, 0), ("SIGTERM", 0, 2), ("SIGINT", 1, 2), ("SIGUSR1", 1, 0)),
+        *((1, "SIGTERM", 0, 0), (2, "SIGTERM", 1, 0)),
+        *slow_turns((1, "SIGINT", 0, 2), (2, "SIGUSR1", 0, 2), (2, "SIGINT", 1, 2), (2, "SIGUSR1", 1, 0)),
     ],
 )
-def test_a_signal_to_any_rank_stops_all_at_the_same_update(server, script, script_flags, tmp_path, number, rank, workers):
-    flags = [*script_flags, *HALVES, "--max_train_steps", 1000, "--output_dir", tmp_path, "--dataloader_num_workers", workers]
-    trace = tmp_path / "trace"
+def test_a_signal_to_any_rank_stops_all_at_the_same_update(
+    server, script, script_flags, tmp_path, processes, number, rank, workers
+):
+    flags = [*script_flags, "--train_batch_size", 8 // processes, "--dataloader_num_workers", workers]
     fault = ["signal", "--value", number, "--rank", rank, "--step", 5]
-    record = [] if workers else ["--record", trace]  # workers fetch ahead
-    runs = server.start([INJECT, script, *fault, *record, "--", *flags], 2)
-    assert [run.wait() for run in runs] == [75, 75], runs[0].text()
+    record = [] if workers else ["--record", tmp_path / "trace"]  # workers fetch ahead
+    run = ["--max_train_steps", 1000, "--output_dir", tmp_path]
+    said = server.run([INJECT, script, *fault, *record, "--", *flags, *run], processes, ends=75)
     [checkpoint] = list_checkpoints(tmp_path)
+    stopped = newest(tmp_path)
     assert verify_checkpoint(checkpoint) is None
-    assert 5 <= newest(tmp_path) <= 6  # the ranks' answer comes one update late
+    assert 5 <= stopped <= 4 + processes  # the ranks' answer comes one update late
+    assert f"stopped after {stopped} updates; continue with --resume_from_checkpoint latest" in said
     if record:
-        assert [line[0] for line in sorted(trace.read_text().splitlines())].count("0") == newest(tmp_path)
-        assert [line[0] for line in sorted(trace.read_text().splitlines())].count("1") == newest(tmp_path)
-
-
-@pytest.mark.parametrize(("number", "workers"), [("SIGTERM", 0), *slow_turns(("SIGINT", 2), ("SIGUSR1", 0))])
-def test_a_signal_to_one_process(server, script, script_flags, tmp_path, number, workers):
-    flags = [*script_flags, "--max_train_steps", 1000, "--output_dir", tmp_path, "--dataloader_num_workers", workers]
-    [run] = server.start([INJECT, script, "signal", "--value", number, "--step", 5, "--", *flags])
-    assert run.wait() == 75, run.text()
-    assert "stopped after 5 updates; continue with --resume_from_checkpoint latest" in run.text()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-5"] and all_valid(tmp_path)
+        ranks = [line[0] for line in (tmp_path / "trace").read_text().splitlines()]
+        assert [ranks.count(str(each)) for each in range(processes)] == [stopped] * processes
 
 
 def test_two_interrupts_leave_at_once(server, script, script_flags, tmp_path):
@@ -107,15 +94,6 @@ def test_two_interrupts_leave_at_once(server, script, script_flags, tmp_path):
     [run] = server.start([INJECT, script, "signal", "--value", "SIGINT,SIGINT", "--step", 5, "--", *flags])
     assert run.wait() == 128 + signal.SIGINT, run.text()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"] and all_valid(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_save_may_take_longer_than_a_collective_call(server, script, script_flags, tmp_path):
-    flags = [*script_flags, *HALVES, *LEAVES_SOON, "--checkpointing_steps", 4, "--output_dir", tmp_path]
-    fault = ["disk-frozen", "--rank", 0, "--step", 4, "--value", 1.5 * TIMEOUT]
-    runs = server.start([INJECT, script, *fault, "--", *flags], 2)
-    assert [run.wait() for run in runs] == [0, 0], runs[1].text()
-    assert newest(tmp_path) == 8 and all_valid(tmp_path)
 
 
 # ---- launched as users do
@@ -164,19 +142,6 @@ def wait_until(condition, seconds: float, process: subprocess.Popen | None = Non
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_under_torchrun(script, script_flags, tmp_path):
-    fault = ["signal", "--value", "SIGSTOP", "--rank", 1, "--step", 5]
-    flags = [*script_flags, *HALVES, *LEAVES_SOON, "--checkpointing_steps", 2]
-    with launched(TORCHRUN, [ROOT / INJECT, script, *fault, "--", *flags], tmp_path) as process:
-        wait_until(lambda: newest(tmp_path) == 4, 90, process)
-        wait_until(lambda: len(training(tmp_path)) == 1, TIMEOUT + GRACE)  # the one that hangs
-        _, errors = process.communicate(timeout=30 + GRACE)  # torchrun asks it by SIGTERM for 30 s, then kills it
-        assert process.returncode == 1, errors
-        assert "hang: rank 1 does not answer" in errors or f"Timed out waiting {TIMEOUT}000ms" in errors  # whichever is first
-        assert not members(tmp_path) and all_valid(tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [
@@ -202,8 +167,7 @@ def test_a_launcher_that_ends_leaves_no_process_and_a_checkpoint(script, script_
 @pytest.mark.slow
 def test_an_automatic_batch_size_is_the_same_on_all_ranks(server, script, script_flags, tmp_path):
     flags = [*script_flags, "--train_batch_size", "auto", "--global_batch_size", 24, "--max_train_steps", 2]
-    runs = server.start([script, *flags, "--output_dir", tmp_path], 2)
-    assert [run.wait() for run in runs] == [0, 0], runs[0].text()
+    server.run([script, *flags, "--output_dir", tmp_path], 2)
     resolved = json.loads((tmp_path / "options.json").read_text())["resolved"]
     assert (resolved["micro_batch_size"], resolved["gradient_accumulation_steps"], resolved["num_processes"]) == (12, 1, 2)
     runs = server.start([script, *flags, "--dry_run", "--output_dir", tmp_path / "none"], 2)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 from diffusers import DDPMScheduler
-from test_sampling import tiny_unet
 
-from utils.core.distributed import make_accelerator
-from utils.diffusion.sampling import SamplePlan, full_precision, make_sampler, sample_sharded
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "diffusion")]
+from test_sampling import tiny_unet  # noqa: E402
+
+from utils.core.distributed import make_accelerator  # noqa: E402
+from utils.diffusion.sampling import SamplePlan, full_precision, make_sampler, sample_sharded  # noqa: E402
 
 accelerator = make_accelerator(cpu_threads=1)
 unet = tiny_unet()

@@ -1,6 +1,8 @@
 """Images of 2 and 4 channels, and of 16 bits, from files to files."""
 
 import json
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,78 +39,59 @@ def write_images(folder, mode, count=40, size=(20, 24)):
     return folder
 
 
+def from_data_to_samples(resumed_alike, flags: list, folder: Path, script=train_ddpm, more: tuple = ()) -> tuple[Path, Path]:
+    """(a run, the 12 images that its pipeline makes): resumed it is the same, and the doctor finds nothing in it."""
+    flags = [*flags, "--random_flip", "--validation_images", "4", "--validation_steps", "4"]
+    run, images = resumed_alike(flags, folder, script, more), folder / "made"
+    stages, found = step_seen(run)
+    assert "data" in stages and found == {}
+    assert [failed for _, checks in RunRecord.read(run).records("data_checks") for failed in checks["failed"]] == []
+    asked = ["--pipeline", run, "--output_dir", images, "--num_images", "12", "--num_inference_steps", "3"]
+    generate.main(generate.parse_args([*map(str, asked)]))
+    return run, images
+
+
+def with_channels(folder: Path, channels: int, changes: dict) -> list:
+    """Tiny flags for images of so many channels."""
+    flags = [changes.get(before, word) for before, word in pairwise(["", *make_tiny_flags(folder)])]
+    network = json.loads((folder / "config.json").read_text()) | dict.fromkeys(("in_channels", "out_channels"), channels)
+    (folder / "config.json").write_text(json.dumps(network))
+    return [*flags, "--image_channels", str(channels)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["I;16", *slow_turns("LA", "RGBA")])
-def test_a_run_from_files_to_files(mode, train, tmp_path, capsys):
-    """The doctor finds nothing, a resumed run has the same weights, and what is generated has channels and bits."""
+def test_a_run_from_files_to_files(mode, resumed_alike, tmp_path, capsys):
     channels, deep = len(mode) if mode in ALPHA.values() else 1, mode == "I;16"
-    flags = make_tiny_flags(tmp_path)
     folder = write_images(tmp_path / "images", mode)
-    flags[flags.index("--dataset_name")], flags[flags.index("digits")] = "--train_data_dir", str(folder)
-    flags[flags.index("--image_channels") + 1] = str(channels)
-    network = json.loads((tmp_path / "config.json").read_text()) | {"in_channels": channels, "out_channels": channels}
-    (tmp_path / "config.json").write_text(json.dumps(network))
-    flags += ["--random_flip", "--checkpointing_steps", "4", "--validation_images", "4", "--background", "navy"]
+    flags = [*with_channels(tmp_path, channels, {"--dataset_name": str(folder)}), "--background", "navy"]
     flags += ["--preserve_input_precision"] if deep else ["--color_jitter", "0.2"]
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert train([*flags, "--output_dir", straight], train_ddpm) == 0
-    assert train([*flags, "--output_dir", resumed, "--max_train_steps", "4"], train_ddpm) == 0
-    assert train([*flags, "--output_dir", resumed, "--resume_from_checkpoint", "latest"], train_ddpm) == 0
-    raw = "checkpoint-8/model.safetensors"
-    assert (straight / raw).read_bytes() == (resumed / raw).read_bytes()
-
-    record = RunRecord.read(straight)
-    stages, found = step_seen(straight)
-    assert "data" in stages and found == {}
-    assert [failed for _, checks in record.records("data_checks") for failed in checks["failed"]] == []
-
-    out = tmp_path / "out"
-    asked = ["--pipeline", str(straight), "--output_dir", str(out), "--num_images", "12", "--num_inference_steps", "3"]
-    generate.main(generate.parse_args(asked))
+    run, out = from_data_to_samples(resumed_alike, flags, tmp_path)
     with Image.open(out / "000000.png") as image:
         assert image.mode == mode and image.size == (16, 16)
         assert not deep or len(np.unique(np.asarray(image))) > 200
     assert Image.open(out / "grid.png").mode == "RGB"
     real = ["--train_data_dir", str(folder), "--no_classes", "--json", "--num_inference_steps", "3", "--background", "navy"]
     capsys.readouterr()
-    evaluate.main(evaluate.parse_args(["--images", str(out), "--pipeline", str(straight), "--num_images", "12", *real]))
+    evaluate.main(evaluate.parse_args(["--images", str(out), "--pipeline", str(run), "--num_images", "12", *real]))
     found = json.loads(capsys.readouterr().out)["results"]
     assert [result["image_shape"] for result in found] == [[channels, 16, 16]] * 2
 
 
 @pytest.mark.slow
-def test_a_run_on_arrays(train, tmp_path):
-    """Five channels of floats, smaller and larger than the size, with labels: as above, and again without a cache."""
-    generator = np.random.default_rng(0)
+def test_a_run_on_arrays(resumed_alike, tmp_path):
+    """Five channels of floats, smaller and larger than the size, with labels; resumed without a cache."""
+    generator, path = np.random.default_rng(0), tmp_path / "waves.npz"
     waves = np.cumsum(generator.normal(size=(40, 20, 30, 5)), axis=1)
-    waves = (waves / np.abs(waves).max() * 3).astype(np.float32)
-    np.savez(tmp_path / "waves.npz", images=waves, labels=np.arange(40) % 2)
-    flags = make_tiny_flags(tmp_path)
-    for name, value in (("--dataset_name", tmp_path / "waves.npz"), ("--image_channels", 5), ("--resolution", "16x24")):
-        flags[flags.index(name) + 1] = str(value)
-    network = json.loads((tmp_path / "config.json").read_text()) | {"in_channels": 5, "out_channels": 5}
-    (tmp_path / "config.json").write_text(json.dumps(network))
-    flags += ["--data_range", "-3", "3", "--random_flip", "--checkpointing_steps", "4", "--validation_images", "4"]
-    flags += ["--preserve_input_precision", "--class_conditional"]
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert train([*flags, "--output_dir", straight], train_ddpm) == 0
-    assert train([*flags, "--output_dir", resumed, "--max_train_steps", "4"], train_ddpm) == 0
-    resume = ["--resume_from_checkpoint", "latest", "--cache_images", "no", "--dataloader_num_workers", "1"]
-    assert train([*flags, "--output_dir", resumed, *resume], train_ddpm) == 0
-    raw = "checkpoint-8/model.safetensors"
-    assert (straight / raw).read_bytes() == (resumed / raw).read_bytes()
-
-    record = RunRecord.read(straight)
-    stages, found = step_seen(straight)
-    assert {"data", "condition"} <= stages and found == {}
-    assert [failed for _, checks in record.records("data_checks") for failed in checks["failed"]] == []
-
-    out = tmp_path / "out"
-    asked = ["--pipeline", str(straight), "--output_dir", str(out), "--num_images", "12", "--num_inference_steps", "3"]
-    generate.main(generate.parse_args(asked))
+    np.savez(path, images=(waves / np.abs(waves).max() * 3).astype(np.float32), labels=np.arange(40) % 2)
+    flags = with_channels(tmp_path, 5, {"--dataset_name": str(path), "--resolution": "16x24"})
+    flags += ["--data_range", "-3", "3", "--preserve_input_precision", "--class_conditional"]
+    more = ("--cache_images", "no", "--dataloader_num_workers", "1")
+    run, out = from_data_to_samples(resumed_alike, flags, tmp_path, more=more)
+    assert "condition" in step_seen(run)[0]
     made = np.load(out / "000003.npy")
     assert (made.shape, made.dtype) == ((16, 24, 5), np.uint16)
-    real = ["--dataset_name", str(tmp_path / "waves.npz"), "--data_range", "-3", "3", "--no_classes", "--json"]
+    real = ["--dataset_name", str(path), "--data_range", "-3", "3", "--no_classes", "--json"]
     evaluate.main(evaluate.parse_args(["--images", str(out), *real]))
 
 

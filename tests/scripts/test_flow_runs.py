@@ -1,11 +1,10 @@
 """--objective flow as its users run it: continued bit for bit, loaded by diffusers alone, sampled, and refused."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from conftest import same_bytes
+from conftest import slow_turns, step_seen
 from diffusers import DDPMPipeline
 from safetensors.torch import load_file
 
@@ -26,10 +25,11 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def run(request, train, tiny_flags, tmp_path_factory):
-    folder, flags = tmp_path_factory.mktemp("flow"), [*tiny_flags, *FLOW, *KINDS[request.param], "--checkpointing_steps", "4"]
-    assert train([*flags, "--output_dir", folder / "whole"]) == 0
+@pytest.fixture(scope="module", params=["velocity", *slow_turns(*list(KINDS)[1:])])
+def run(request, resumed_alike, tiny_flags, tmp_path_factory):
+    """(folder of a run and of its continuation, which is the same bit for bit; flags)"""
+    folder, flags = tmp_path_factory.mktemp("flow"), [*tiny_flags, *FLOW, *KINDS[request.param]]
+    resumed_alike(flags, folder)
     return folder, flags
 
 
@@ -37,19 +37,9 @@ def prediction_of(run) -> str:
     return "sample" if "sample" in run[1] else "v_prediction"
 
 
-def test_continued_bit_for_bit(run, train):
-    folder, flags = run
-    shutil.copytree(folder / "whole" / "checkpoint-4", folder / "parts" / "checkpoint-4")
-    assert train([*flags, "--output_dir", folder / "parts", "--resume_from_checkpoint", "latest"]) == 0
-    for name in ("model.safetensors", "ema.safetensors", "optimizer.bin"):
-        assert same_bytes(*(folder / each / "checkpoint-8" / name for each in ("whole", "parts")))
-
-
 def test_the_doctor_measured_all_and_found_nothing(run):
-    said = [json.loads(line) for line in (run[0] / "whole" / "history.jsonl").read_text().splitlines()]
-    audits = [each["audit"] for each in said if "audit" in each]
-    assert audits and all(each["found"] == [] for each in audits)
-    assert {"timestep", "input", "target", "weight"} <= set(audits[0]["measured"])
+    stages, found = step_seen(run[0] / "whole")
+    assert {"timestep", "input", "target", "weight"} <= stages and found == {}
 
 
 @pytest.mark.slow
@@ -72,19 +62,14 @@ def test_diffusers_makes_the_images_that_the_run_makes(run):
 
 
 @pytest.mark.parametrize("of", ["", "checkpoint-4"])
-def test_images_are_made_of_a_run_and_of_its_checkpoints(run, tmp_path, of):
-    words = [
-        "--pipeline",
-        run[0] / "whole" / of,
-        "--num_images",
-        "3",
-        "--num_inference_steps",
-        "2",
-        "--output_dir",
-        tmp_path / "made",
-    ]
-    generate.main(generate.parse_args([str(word) for word in words]))
+def test_a_run_and_its_checkpoints_are_sampled_averaged_and_examined_as_they_were_trained(run, tmp_path, of):
+    folder = str(run[0] / "whole" / of)
+    asked = ["--num_images", "3", "--num_inference_steps", "2", "--output_dir", str(tmp_path / "made")]
+    generate.main(generate.parse_args(["--pipeline", folder, *asked]))
     assert len(list((tmp_path / "made").glob("0*.png"))) == 3
+    assert load_run(run[0] / "whole", folder)[1].config.prediction_type == prediction_of(run)
+    if "--class_conditional" not in run[1]:
+        assert training_scheduler(load_unconditional(folder)[1]).config.prediction_type == prediction_of(run)
 
 
 def test_a_checkpoint_knows_its_network_without_an_export(run, tmp_path):
@@ -128,18 +113,6 @@ def test_the_preset_of_the_digits_goes_with_it(tmp_path, capsys):
     (tmp_path / "flow.yaml").write_text(capsys.readouterr().out)
     again = train_ddpm.parse_args(["--config", str(tmp_path / "flow.yaml")])
     assert vars(again) == vars(train_ddpm.parse_args(["--objective", "flow"]))
-
-
-@pytest.mark.parametrize("of", ["", "checkpoint-4"])
-def test_its_averages_are_taken_as_it_was_trained(run, of):
-    assert load_run(run[0] / "whole", str(run[0] / "whole" / of))[1].config.prediction_type == prediction_of(run)
-
-
-@pytest.mark.parametrize("run", ["velocity", "clean images"], indirect=True)
-@pytest.mark.parametrize("of", ["", "checkpoint-4"])
-def test_it_is_examined_as_it_was_trained(run, of):
-    config = load_unconditional(str(run[0] / "whole" / of))[1]
-    assert training_scheduler(config).config.prediction_type == prediction_of(run)
 
 
 def test_a_run_of_ddpm_does_not_start_from_it(run, train, tiny_flags, tmp_path):

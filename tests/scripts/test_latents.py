@@ -3,17 +3,23 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, run_script, same_bytes, slow_turns, small_kl, step_seen
+from conftest import (
+    TINY_EDM2_NETWORK,
+    TINY_NETWORK,
+    made_elsewhere,
+    make_tiny_flags,
+    same_bytes,
+    slow_turns,
+    small_kl,
+    step_seen,
+)
 from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny, DDPMScheduler
-from safetensors.torch import load_file
 
 import generate
 import train_ddpm
@@ -25,16 +31,6 @@ from utils.data.autoencoder import load_autoencoder
 from utils.data.dataset import load_images
 from utils.data.latents import PackedLatents, draw_latents, pack_latents
 from utils.diffusion.pipelines import load_decoder, load_network
-
-IN_A_FRESH_PROCESS = """
-import sys, numpy, torch
-from diffusers import DiffusionPipeline
-pipeline = DiffusionPipeline.from_pretrained(sys.argv[1], trust_remote_code=True)
-pipeline.set_progress_bar_config(disable=True)
-made = pipeline(2, num_inference_steps=3, output_type="np", generator=torch.Generator().manual_seed(0)).images
-assert made.shape == (2, 16, 16, 1) and numpy.isfinite(made).all() and made.std() > 0
-assert not any(name.split(".")[0] in ("models", "utils") for name in sys.modules), "the repository was found"
-"""
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +119,8 @@ def test_the_exported_pipeline_decodes_as_the_run_does(finished, vae):
 
 @pytest.mark.slow
 def test_a_fresh_process_decodes(finished, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, str(finished)]
-    result = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    made = made_elsewhere(finished, tmp_path, batch_size=2)
+    assert made.shape == (2, 16, 16, 1) and np.isfinite(made).all() and made.std() > 0
 
 
 def test_generate_makes_images(finished, tmp_path):
@@ -155,19 +149,6 @@ def test_resumed_equals_uninterrupted_bit_for_bit(train, vae, tmp_path, script):
     flags[flags.index("--vae") + 1] = tmp_path / "other"
     with pytest.raises(UserError, match=r"vae\.weights"):
         train([*flags, "--output_dir", tmp_path / "run", "--resume_from_checkpoint", "latest"], script)
-
-
-@pytest.mark.slow
-def test_two_processes_train_the_same(flags, tmp_path):
-    flags = [*flags, "--checkpointing_steps", "8", "--cache_dir", tmp_path]
-    for count, size in ((2, "4"), (1, "8")):
-        result = run_script("train_ddpm.py", [*flags, "--train_batch_size", size, "--output_dir", tmp_path / str(count)], count)
-        assert result.returncode == 0, result.stderr
-    one, two = (load_file(tmp_path / count / "checkpoint-8/model.safetensors") for count in ("1", "2"))
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=0, atol=2e-4)
-    stages, found = step_seen(tmp_path / "2")
-    assert {"data", "ranks"} <= stages and found == {}
 
 
 @pytest.mark.parametrize("kind", ["AutoencoderTiny", "AutoencoderDC"])
@@ -220,33 +201,31 @@ def words_of_images(folder: Path) -> list[str]:
     return ["--dataset_name", "digits", *size, "--cache_dir", str(folder)]
 
 
-def encode_by_another(words: list[str], vae: Path, seconds: float, others: int = 0) -> subprocess.Popen:
-    """A process that encodes them, and waits `seconds` before each batch; it starts when so many `others` are about to."""
-    code = f"""
-import os, pathlib, sys, time, torch
-sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-torch.set_num_threads(1)
-import train_ddpm
-from utils.data.autoencoder import load_autoencoder
-from utils.data.dataset import load_images
-from utils.data.latents import pack_latents
-images = load_images(train_ddpm.parse_args(sys.argv[2:]))
-autoencoder = load_autoencoder(sys.argv[1], images.shape)
-encode, batches = autoencoder.encode, []
-def slowly(images):
-    time.sleep({seconds})
-    batches.append(len(images))
-    return encode(images)
-autoencoder.encode = slowly
-here = pathlib.Path(sys.argv[-1])
-(here / f"ready-{{os.getpid()}}").touch()
-end = time.monotonic() + 120
-while len(list(here.glob("ready-*"))) <= {others} and time.monotonic() < end:
-    time.sleep(0.02)
-pack_latents(images, autoencoder, cache_dir=sys.argv[-1], mirrors=False, device=torch.device("cpu"))
-print(sum(batches))
-"""
-    return subprocess.Popen([sys.executable, "-c", code, str(vae), *words], stdout=subprocess.PIPE, text=True)
+@pytest.fixture
+def encode(server, vae):
+    """Starts a process that encodes the images of `words_of_images`, with a pause before each batch."""
+
+    def start(folder: Path, seconds: float = 0.0, others: int = 0):
+        return server.start(["tests/launch/encodes.py", vae, seconds, others, *words_of_images(folder)])[0]
+
+    return start
+
+
+def encoded(run) -> int:
+    assert run.wait() == 0, run.text()
+    return int(run.text().split("encoded ")[1])
+
+
+def parts_of(cache: Path) -> list[Path]:
+    """That are done, of an encoding that goes on."""
+    return [path for path in cache.glob("steady_diffusion/*.tmp/*.part") if path.stat().st_size]
+
+
+def wait_for(found, run) -> list:
+    while not (there := found()):
+        assert run.poll() is None, run.text()
+        time.sleep(0.02)
+    return there
 
 
 def files_of(cache: Path) -> dict[str, bytes]:
@@ -256,64 +235,41 @@ def files_of(cache: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(vae, tmp_path_factory) -> dict[str, bytes]:
+def undisturbed(server, vae, tmp_path_factory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert encode_by_another(words_of_images(folder), vae, 0.0).communicate()[0] == "300\n"
+    assert "encoded 300\n" in server.run(["tests/launch/encodes.py", vae, 0, 0, *words_of_images(folder)])
     return files_of(folder)
 
 
-def test_an_encoding_that_was_killed_goes_on_where_it_was(vae, tmp_path, undisturbed):
-    first = encode_by_another(words_of_images(tmp_path), vae, 0.4)
-    while not (done := [path for path in tmp_path.glob("steady_diffusion/*.tmp/*.part") if path.stat().st_size]):
-        assert first.poll() is None
-        time.sleep(0.02)
+@pytest.mark.parametrize("damage", ["none", "of the note of a part", "of its latents"])
+def test_an_encoding_that_was_killed_goes_on_where_it_was(encode, tmp_path, undisturbed, damage):
+    first = encode(tmp_path, seconds=0.4)
+    done = wait_for(lambda: parts_of(tmp_path), first)
     first.kill()
-    first.communicate()
-    images = load_images(train_ddpm.parse_args(words_of_images(tmp_path)))
-    autoencoder, seen, threads = load_autoencoder(str(vae), images.shape), [], torch.get_num_threads()
-    if len(done) > 1:  # one that is damaged
+    if damage == "of the note of a part":
         done.pop().write_text("{}")
-    torch.set_num_threads(1)
-    how = {"cache_dir": str(tmp_path), "mirrors": False, "device": torch.device("cpu")}
-    pack_latents(images, autoencoder, progress=lambda *at: seen.append(at), **how)
-    torch.set_num_threads(threads)
-    assert seen[0] == (64 * len(done), 300) and seen[-1] == (300, 300)
+    if damage == "of its latents":
+        with open(done.pop().parent / "latents.bin", "r+b") as file:
+            file.write(b"damage")
+    assert encoded(encode(tmp_path)) == 300 - 64 * len(done)
     assert files_of(tmp_path) == undisturbed
 
 
-def test_a_part_whose_latents_changed_is_encoded_again(vae, tmp_path, undisturbed):
-    first = encode_by_another(words_of_images(tmp_path), vae, 0.4)
-    while not [path for path in tmp_path.glob("steady_diffusion/*.tmp/*.part") if path.stat().st_size]:
-        time.sleep(0.02)
-    first.kill()
-    first.communicate()
-    (latents,) = tmp_path.glob("steady_diffusion/*.tmp/latents.bin")
-    with open(latents, "r+b") as file:
-        file.write(b"damage")
-    assert encode_by_another(words_of_images(tmp_path), vae, 0.0).communicate()[0] == "300\n"
-    assert files_of(tmp_path) == undisturbed
-
-
-def test_two_processes_encode_one_cache(vae, tmp_path, undisturbed):
-    both = [encode_by_another(words_of_images(tmp_path), vae, 0.4, others=1) for _ in range(2)]
-    shares = [int(each.communicate()[0]) for each in both]
+def test_two_processes_encode_one_cache(encode, tmp_path, undisturbed):
+    shares = [encoded(each) for each in [encode(tmp_path, seconds=0.4, others=1) for _ in range(2)]]
     assert sum(shares) == 300 and min(shares) > 0
     one, two = (np.frombuffer(files["latents.bin"], np.float32) for files in (undisturbed, files_of(tmp_path)))
     np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5)
 
 
-def test_a_second_process_takes_the_part_of_one_that_dies(vae, tmp_path, undisturbed):
-    first = encode_by_another(words_of_images(tmp_path), vae, 60.0)
-    while not list(tmp_path.glob("steady_diffusion/*.tmp/0.part")):
-        assert first.poll() is None
-        time.sleep(0.02)
-    second = encode_by_another(words_of_images(tmp_path), vae, 0.0)
-    while len([path for path in tmp_path.glob("steady_diffusion/*.tmp/*.part") if path.stat().st_size]) < 4:
-        time.sleep(0.02)
+def test_a_second_process_takes_the_part_of_one_that_dies(encode, tmp_path, undisturbed):
+    first = encode(tmp_path, seconds=60.0)
+    wait_for(lambda: list(tmp_path.glob("steady_diffusion/*.tmp/0.part")), first)
+    second = encode(tmp_path)
+    wait_for(lambda: len(parts_of(tmp_path)) == 4, second)
     assert second.poll() is None
     first.kill()
-    first.communicate()
-    assert second.communicate()[0] == "300\n"
+    assert encoded(second) == 300
     assert files_of(tmp_path) == undisturbed
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, run_script, same_bytes, step_seen
+from conftest import ROOT, TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, same_bytes, step_seen
 from diffusers import DDIMPipeline, DDIMScheduler, UNet2DModel
 from safetensors.torch import load_file
 
@@ -140,14 +140,6 @@ def test_documented_commands_train_a_network_with_attention(train, flags, tmp_pa
     assert found_in(tmp_path / "run") == set()
 
 
-@pytest.mark.slow
-def test_layers_that_are_trained_against_the_flag_are_named(train, flags, pipeline, tmp_path, monkeypatch):
-    monkeypatch.setattr("utils.diffusion.unet.freeze_others", lambda network, patterns: None)
-    only = ["--train_only", "up_blocks.*", "--max_train_steps", "2"]
-    assert train([*flags, "--pretrained", pipeline, *only, "--output_dir", tmp_path]) == 0
-    assert found_in(tmp_path) == {"network-trained"}
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -231,15 +223,3 @@ def test_an_edm2_pipeline_is_fine_tuned_with_more_classes(train, tmp_path):
         train(
             [*flags, "--sigma_data", "0.5", "--resume_from_checkpoint", "latest", "--output_dir", tmp_path / "run"], train_edm2
         )
-
-
-@pytest.mark.slow
-def test_two_processes_fine_tune_the_same(flags, pipeline, tmp_path):
-    flags = [*flags, "--pretrained", pipeline, "--checkpointing_steps", "8", "--train_only", "up_blocks.*"]
-    for count, size in ((1, "8"), (2, "4")):
-        result = run_script("train_ddpm.py", [*flags, "--train_batch_size", size, "--output_dir", tmp_path / str(count)], count)
-        assert result.returncode == 0, result.stderr
-    one, two = (load_file(tmp_path / count / "checkpoint-8/model.safetensors") for count in ("1", "2"))
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=0, atol=2e-6)
-    assert found_in(tmp_path / "2") == set()

@@ -12,16 +12,12 @@ from PIL import Image
 
 from utils.core.errors import UserError
 from utils.diffusion.hub import check_hub
-from utils.diffusion.model_card import local_name
 from utils.options.flags import DDPMOptions
 from utils.options.parser import parse_options
 from utils.training.push import pushes_alone
 
 REFUSED = [
-    (
-        {"hub_token": "hf_wrong"},
-        r"the Hub does not accept the token .*\nset another --hub_token$",
-    ),
+    ({"hub_token": "hf_wrong"}, r"the Hub does not accept the token .*\nset another --hub_token$"),
     ({"hub_token": None}, r"the Hub does not accept the token .*\nset another HF_TOKEN$"),
     ({"hub_token": "hf_read"}, r"the token 'mine' can only read\nmake a token with write access"),
     ({"hub_model_id": "others/run"}, r"the token may not write there \(You don't have the rights to create"),
@@ -70,12 +66,6 @@ def test_a_repository_is_made_or_taken(hub):
     assert repositories["me/tidy"][""] == {"name": "tidy", "organization": None, "visibility": "private"}
     assert check_hub(options(hub_model_id="me/there")) == f"{address}/me/there"
     assert check_hub(options(hub_token="hf_fine", hub_model_id="me/open")) == f"{address}/me/open"
-
-
-def test_local_names(tmp_path):
-    assert local_name(str(tmp_path / "photos")) == "photos"
-    assert local_name("uoft-cs/cifar10") == "uoft-cs/cifar10"
-    assert (local_name("~/data"), local_name("../x/"), local_name("1e-4"), local_name("./")) == ("data", "x", "1e-4", ".")
 
 
 @pytest.mark.slow

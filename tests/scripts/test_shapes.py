@@ -1,15 +1,16 @@
 """Images that are not square, from files to samples: both scripts, resumed, and what reads the pipeline afterwards."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, slow_turns, step_seen
+from conftest import SCRIPTS, TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, slow_turns
 from PIL import Image
+from test_channels import from_data_to_samples
 
 import evaluate
-import generate
 import train_ddpm
 import train_edm2
 from utils.core.errors import UserError
@@ -35,43 +36,19 @@ def pictures(tmp_path_factory):
     return folder
 
 
-def flags_of(script, tmp_path, pictures) -> list:
-    flags = make_tiny_flags(tmp_path, script)
-    flags[flags.index("--dataset_name")] = "--train_data_dir"
-    flags[flags.index("digits")] = str(pictures)
-    flags[flags.index("--resolution") + 1] = "24x16"
-    return [*flags, "--random_flip", "--validation_images", "8", "--validation_steps", "4", "--checkpointing_steps", "4"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [SCRIPTS[0], *slow_turns(SCRIPTS[1])])
-def test_a_run_from_files_to_samples(script, train, tmp_path, pictures, capsys):
-    """The doctor finds nothing, a resumed run has the same weights to the bit, and the pipeline makes such images."""
-    flags, module = flags_of(script, tmp_path, pictures), MODULES[script]
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert train([*flags, "--output_dir", straight], module) == 0
-    assert train([*flags, "--output_dir", resumed, "--max_train_steps", "4"], module) == 0
-    assert train([*flags, "--output_dir", resumed, "--resume_from_checkpoint", "latest"], module) == 0
-    weights = "unet/diffusion_pytorch_model.safetensors"
-    if script == "train_ddpm.py":  # the other's average depends on the length of the run
-        assert (straight / weights).read_bytes() == (resumed / weights).read_bytes()
-    raw = "checkpoint-8/model.safetensors"
-    assert (straight / raw).read_bytes() == (resumed / raw).read_bytes()
-
-    record = RunRecord.read(straight)
-    assert record.options["resolution"] == "24x16"
-    stages, found = step_seen(straight)
-    assert "data" in stages and found == {}
-
-    check_pipeline(straight)
-    unet, _ = load_network(str(straight))
-    assert image_shape(unet) == (1, 24, 16)
-    out = tmp_path / "images"
-    generate.main(generate.parse_args(["--pipeline", str(straight), "--output_dir", str(out), "--num_images", "12"]))
-    assert Image.open(out / "000000.png").size == (16, 24)
+def test_a_run_from_files_to_samples(script, resumed_alike, tmp_path, pictures, capsys):
+    changes = {"--dataset_name": str(pictures), "--resolution": "24x16"}
+    flags = [changes.get(before, word) for before, word in pairwise(["", *make_tiny_flags(tmp_path, script)])]
+    run, images = from_data_to_samples(resumed_alike, flags, tmp_path, MODULES[script])
+    assert RunRecord.read(run).options["resolution"] == "24x16"
+    check_pipeline(run)
+    assert image_shape(load_network(str(run))[0]) == (1, 24, 16)
+    assert Image.open(images / "000000.png").size == (16, 24)
     real = ["--train_data_dir", str(pictures), "--num_images", "12", "--no_classes", "--json"]
     capsys.readouterr()
-    evaluate.main(evaluate.parse_args(["--images", str(out), "--pipeline", str(straight), *real]))
+    evaluate.main(evaluate.parse_args(["--images", str(images), "--pipeline", str(run), *real]))
     found = json.loads(capsys.readouterr().out)["results"]
     assert [result["image_shape"] for result in found] == [[1, 24, 16]] * 2
 

@@ -17,11 +17,9 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.diagnostics.dynamics import Dynamics
 from utils.diffusion.unet import make_unet
 from utils.options.flags import DDPMOptions
 from utils.training.compile_check import check_compiled
-from utils.training.memory_plan import NO_ACTIVATIONS, MemoryPlan
 
 
 @pytest.fixture(autouse=True)
@@ -236,48 +234,6 @@ def test_under_ddp_nothing_is_sent_and_what_is_compiled_is_what_trains(monkeypat
 # ---- in the scripts
 
 
-@pytest.fixture
-def module_compile():
-    compile_module = nn.Module.compile
-    yield compile_module
-    nn.Module.compile = compile_module
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stays", [False, True])
-def test_reports_measure_activations_where_compiling_is_given_up(
-    train_script, script_flags, tmp_path, monkeypatch, capsys, stays
-):
-    """A batch that fits compiled updates alone: eager ones take that memory anyway, with or without a report."""
-    layers = []
-    report = Dynamics.report
-    monkeypatch.setattr(Dynamics, "report", lambda *arguments: (found := report(*arguments), layers.append(found[1]))[0])
-    monkeypatch.setattr(nn.Module, "compile", lambda module: None)
-    monkeypatch.setattr("utils.training.compile_check.check_compiled", lambda *arguments: stays)
-    monkeypatch.setattr(MemoryPlan, "measures_eagerly", lambda *arguments: False)
-    flags = ["--compile", "--max_train_steps", 1, "--logging_steps", 1, "--output_dir", tmp_path / "run"]
-    assert train_script([*script_flags, *flags]) == 0
-    said = capsys.readouterr()
-    assert (NO_ACTIVATIONS in said.out + said.err) == stays
-    assert any("activation" in figures for figures in layers[0].values()) != stays
-
-
-@pytest.mark.slow
-def test_the_check_changes_no_bit_of_the_training(train_script, script_flags, tmp_path, monkeypatch, module_compile, capsys):
-    flags = [*script_flags, "--compile", "--max_train_steps", 3, "--checkpointing_steps", 3, "--logging_steps", 3]
-    flags += ["--train_batch_size", 4, "--gradient_accumulation_steps", 2, "--mixed_precision", "bf16", "--channels_last"]
-    monkeypatch.setattr(nn.Module, "compile", lambda module: module_compile(module, backend="aot_eager"))
-    assert train_script([*flags, "--output_dir", tmp_path / "checked"]) == 0
-    said = capsys.readouterr()
-    assert "--compile: gradients are those of the eager network" in said.out + said.err
-    torch._dynamo.reset()
-    monkeypatch.setattr("utils.training.compile_check.check_compiled", lambda *arguments: True)
-    assert train_script([*flags, "--output_dir", tmp_path / "unchecked"]) == 0
-    for name in ("model.safetensors", "optimizer.bin"):
-        checked, unchecked = (Path(tmp_path, run, "checkpoint-3", name) for run in ("checked", "unchecked"))
-        assert same_bytes(checked, unchecked)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, *slow_turns(2)])
 def test_a_wrong_compiler_is_not_trained_with(server, script, script_flags, tmp_path, processes):
@@ -287,7 +243,6 @@ def test_a_wrong_compiler_is_not_trained_with(server, script, script_flags, tmp_
     runs = server.start([*inject, *flags, "--compile", "--output_dir", tmp_path / "wrong"], processes)
     assert [run.wait(200) for run in runs] == [0] * processes, runs[-1].text()[-3000:]
     assert runs[0].text().count("--compile is off: the gradient of ") == 1
-    runs = server.start([script, *flags, "--output_dir", tmp_path / "eager"], processes)
-    assert [run.wait(200) for run in runs] == [0] * processes, runs[0].text()[-3000:]
+    server.run([script, *flags, "--output_dir", tmp_path / "eager"], processes)
     wrong, eager = (tmp_path / run / "checkpoint-2" / "model.safetensors" for run in ("wrong", "eager"))
     assert same_bytes(wrong, eager)

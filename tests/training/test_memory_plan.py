@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import run_script
 from safetensors.torch import load_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -156,12 +155,16 @@ def test_which_errors_mean_that_memory_ran_out(error, expected):
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_is_needed_and_touches_nothing(tiny_flags, tmp_path):
-    done = run_script("train_ddpm.py", [*tiny_flags, "--dry_run", "--output_dir", tmp_path / "run"])
-    assert done.returncode == 0, done.stderr
-    for word in ("parameters", "gradients", "optimizer", "EMA", "activations", "predicted peak", "FLOPs per image", "\nfits: "):
-        assert word in done.stdout
-    assert not (tmp_path / "run").exists()
+def test_a_dry_run_says_what_is_needed_and_touches_nothing(train_script, script_flags, capsys, monkeypatch, tmp_path):
+    (tmp_path / "options.json").write_text("{}")
+    flags = [*script_flags, "--dry_run", "--overwrite_output_dir", "--channels_last", "--gradient_checkpointing"]
+    for status, fits in ((0, "\nfits: "), (3, "does not fit: ")):
+        assert train_script([*flags, "--output_dir", tmp_path]) == status
+        said = capsys.readouterr().out
+        for word in ("parameters", "gradients", "optimizer", "EMA", "activations", "predicted peak", "FLOPs per image", fits):
+            assert word in said
+        assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
+        monkeypatch.setattr(utils.training.memory_plan, "free_memory", lambda *_: MIB)
 
 
 @pytest.mark.slow
@@ -173,40 +176,6 @@ def test_a_dry_run_with_an_automatic_batch_size_tries_nothing_out(train_script, 
     assert "8 images of 1x16x16 in each of 1 micro steps" in printed and "a run tests it" in printed
     assert train_script([*flags, "--max_train_steps", 1]) == 0
     assert tried == [8, 4]
-
-
-@pytest.mark.slow
-def test_a_given_global_batch_stays_on_another_number_of_processes(server, script, script_flags, tmp_path):
-    flags = [*script_flags, "--output_dir", tmp_path, "--train_batch_size", 4, "--global_batch_size", 8]
-    flags += ["--checkpointing_steps", 1]
-    steps = ["--lr_scheduler", "constant_with_warmup", "--max_train_steps"]
-    [run] = server.start([script, *flags, *steps, 1], 1)
-    assert run.wait() == 0, run.text()
-    flags += ["--resume_from_checkpoint", "latest", *steps, 2]
-    runs = server.start([script, *flags, "--gradient_accumulation_steps", 2], 2)
-    assert [run.wait() for run in runs] == [2, 2]
-    said = [line for run in runs for line in run.text().splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and "8 is not 2 processes x --train_batch_size 4 x --gradient_accumulation_steps 2 = 16" in said[0]
-    runs = server.start([script, *flags], 2)
-    assert [run.wait() for run in runs] == [0, 0], runs[0].text()
-    resolved = json.loads((tmp_path / "options.json").read_text())["resolved"]
-    assert (resolved["micro_batch_size"], resolved["gradient_accumulation_steps"], resolved["num_processes"]) == (4, 1, 2)
-
-
-@pytest.mark.slow
-def test_a_dry_run_that_does_not_fit_exits_with_3(train, tiny_flags, capsys, monkeypatch, tmp_path):
-    flags = [*tiny_flags, "--dry_run", "--output_dir", tmp_path / "run"]
-    monkeypatch.setattr(utils.training.memory_plan, "free_memory", lambda *_: MIB)
-    assert train(flags) == 3
-    assert "does not fit: " in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_dry_run_leaves_a_run_that_is_there_alone(train_script, script_flags, tmp_path):
-    (tmp_path / "options.json").write_text("{}")
-    flags = [*script_flags, "--dry_run", "--overwrite_output_dir", "--channels_last", "--gradient_checkpointing"]
-    assert train_script([*flags, "--output_dir", tmp_path]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ from conftest import slow_turns
 
 from utils.data.bad_images import BadImages
 from utils.diffusion.objective import Losses
-from utils.optim.clipping import FixedLimit, clip_gradients
-from utils.optim.nonfinite import BadUpdates
+from utils.optim.clipping import FixedLimit
 from utils.options.flags import DDPMOptions
 from utils.runs.state import TrainState
 from utils.training.length import RunLength
@@ -63,23 +62,6 @@ def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path, monkeypatch):
     assert shown["train/first_skipped_update"] == 1
     monitor.store()
     assert (state.skipped_updates, state.bad_in_a_row) == (1, 1)
-
-
-def test_the_first_bad_update_since_the_last_report_is_told():
-    accelerator, weight = Accelerator(cpu=True), torch.nn.Parameter(torch.ones(2))
-    bad_updates = BadUpdates(accelerator, num_parameters=1)
-
-    def report(first: int, finite: list[bool]) -> dict:
-        for step, ok in enumerate(finite, start=first):
-            weight.grad = torch.ones(2) if ok else torch.full((2,), torch.nan)
-            bad_updates.add_losses(torch.zeros(3))
-            bad_updates.add(step, clip_gradients(accelerator, [weight], 1.0))
-        return bad_updates.report()
-
-    assert "train/first_skipped_update" not in report(0, [True, True])
-    assert report(2, [True, False, True, False])["train/first_skipped_update"] == 4
-    assert report(6, [False])["train/first_skipped_update"] == 7
-    assert "train/first_skipped_update" not in report(7, [True])
 
 
 @pytest.mark.parametrize("rate", [*slow_turns("30"), "1e18"])

@@ -85,8 +85,7 @@ def test_the_events_of_a_report_are_a_ring(monkeypatch):
 def test_a_slow_rank_is_named(server, script, script_flags, tmp_path, part, rank):
     fault = [f"slow-{part}", "--rank", rank, "--step", 3, "--value", 0.2]
     flags = ["--train_batch_size", 4, "--max_train_steps", 12, "--logging_steps", 2, "--save_images_epochs", 999]
-    runs = server.start([INJECT, script, *fault, "--", *script_flags, *flags, "--output_dir", tmp_path], 2)
-    assert [run.wait() for run in runs] == [0, 0], runs[0].text()
+    server.run([INJECT, script, *fault, "--", *script_flags, *flags, "--output_dir", tmp_path], 2)
     [found] = [each for each in json.loads((tmp_path / "diagnosis.json").read_text()) if each["code"] == "slow-rank"]
     assert f"rank {rank} takes" in found["evidence"] and found["evidence"].endswith(f"in {part}")
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]

@@ -13,7 +13,6 @@ from rehearsal import Device, stand_ins
 
 from utils.data.autoencoder import Autoencoder, Scale
 from utils.training.between_updates import Periodic
-from utils.training.monitor import Monitor
 
 STEPS, REPORT_EVERY, MICRO_STEPS = 3, 2, 2  # the last update is reported as well
 WHOLE = f"""--max_train_images 40 --max_train_steps {STEPS} --logging_steps {REPORT_EVERY} --adaptive_clipping
@@ -118,32 +117,6 @@ def test_a_rehearsed_run_learns_what_a_run_on_a_cpu_learns(
 def reports(folder: Path) -> list[dict]:
     records = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     return [record for record in records if "train/loss" in record]
-
-
-def test_a_read_in_the_loop_is_found_with_its_place(rehearse, tiny_flags, updates_alone, monkeypatch, tmp_path):
-    import train_ddpm
-
-    add = Monitor.add
-
-    def planted(self, losses, drawn):
-        if losses.shown.mean().item() < 1e9:  # the planted read
-            add(self, losses, drawn)
-
-    monkeypatch.setattr(Monitor, "add", planted)
-    flags = ["--max_train_images", 64, "--max_train_steps", 3, "--logging_steps", 2, "--output_dir", tmp_path / "run"]
-    device = rehearse([*tiny_flags, *flags], train_ddpm)
-    lines = Path(__file__).read_text().splitlines()
-    place = (
-        f"tests/training/test_rehearsal.py:{1 + next(i for i, line in enumerate(lines) if line.endswith('# the planted read'))}"
-    )
-    found = [event for event in device.events if event.place == place]
-    assert [event.step for event in found] == [0, 1, 2]
-    assert all(event.kind == "read" and event.calls[:1] == ("main",) for event in found)
-    with pytest.raises(AssertionError, match=place):
-        check_updates(device, 3, 2, 1, 2)
-    for event in found:
-        device.events.remove(event)
-    check_updates(device, 3, 2, 1, 2)
 
 
 EVERY_OPTION = {

@@ -13,7 +13,6 @@ from conftest import ROOT, same_bytes, script_environment, slow_turns, step_seen
 from benchmarks.shared.replace import replace_everywhere
 from steady_doctor.declared_run import audited_updates
 from utils.core.errors import UserError
-from utils.optim.clipping import AdaptiveLimit
 
 OF_EACH = {"data", "noise", "timestep", "input", "network", "target", "weight", "gradient", "optimizer", "learning_rate"}
 OF_EACH |= {"ema", "state"}
@@ -34,35 +33,17 @@ HEALTHY = {
     "plain": [],
     "bf16, accumulation": ["--mixed_precision", "bf16", "--gradient_accumulation_steps", "2", "--train_batch_size", "4"],
     "penalty, adaptive clipping": ["--l1_weight", "1e-4", "--adaptive_clipping"],
-    "flips, jitter": ["--random_flip", "--color_jitter", "0.2", "--gradient_checkpointing"],
-    "SGD": ["--optimizer", "sgd", "--learning_rate", "1e-2"],
-    "RMSprop": ["--optimizer", "rmsprop"],
+    "flips, jitter": ["--random_flip", "--color_jitter", "0.2", "--optimizer", "rmsprop"],
     "no averages": ["--no-use_ema"],
-    "dropout": ["--dropout", "0.3", "--gradient_accumulation_steps", "2", "--train_batch_size", "4"],
     "dropout, checkpointing": ["--dropout", "0.3", "--gradient_checkpointing"],
     "workers, no clipping": ["--dataloader_num_workers", "1", "--max_grad_norm", "0"],
 }
 
 
-@pytest.mark.parametrize("kind", ["plain", *slow_turns(*list(HEALTHY)[1:], ids=list(HEALTHY)[1:])])
+@pytest.mark.parametrize("kind", slow_turns(*HEALTHY, ids=list(HEALTHY)))
 def test_nothing_is_found_in_a_healthy_run_and_every_stage_is_measured(train_script, script, script_flags, tmp_path, kind):
     assert train_script([*script_flags, *RHYTHM, *HEALTHY[kind], "--output_dir", tmp_path]) == 0
     assert step_seen(tmp_path) == (OF_SCRIPT[script] - ({"ema"} if kind == "no averages" else set()), {})
-
-
-OF_DDPM = {
-    "spectral norm": ["--spectral_norm"],
-    "kinks": ["--activation", "relu"],
-    "v": ["--prediction_type", "v_prediction", "--snr_gamma", "5", "--ddpm_beta_schedule", "squaredcos_cap_v2"],
-    "the image": ["--prediction_type", "sample", "--rescale_betas_zero_snr", "--ddpm_beta_schedule", "scaled_linear"],
-    "epsilon": ["--snr_gamma", "5", "--ddpm_beta_schedule", "sigmoid", "--initialisation", "he", "--zero_init_output"],
-}
-
-
-@pytest.mark.parametrize("kind", ["spectral norm", *slow_turns(*list(OF_DDPM)[1:])])
-def test_nothing_is_found_with_other_flags_of_ddpm(train, tiny_flags, tmp_path, kind):
-    assert train([*tiny_flags, *OF_DDPM[kind], "--output_dir", tmp_path]) == 0
-    assert step_seen(tmp_path) == (OF_EACH, {})
 
 
 @pytest.mark.slow
@@ -76,16 +57,13 @@ def test_a_compiled_run_is_looked_at_in_its_reports_and_runs_compiled_between_th
 def test_a_resumed_run_is_compared_with_its_checkpoint(train_script, script_flags, tmp_path, monkeypatch):
     flags = [*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4", "--lr_scheduler", "constant"]
     assert train_script([*flags, "--max_train_steps", "4"]) == 0
-    resumed = [*flags, "--resume_from_checkpoint", "latest"]
-    assert train_script([*resumed, "--max_train_steps", "8"]) == 0
-    assert codes(tmp_path) == set()
     monkeypatch.setattr("torch.optim.Optimizer.load_state_dict", lambda self, state: None)
-    assert train_script([*resumed, "--max_train_steps", "12"]) == 0
+    assert train_script([*flags, "--resume_from_checkpoint", "latest"]) == 0
     assert {"state-moments"} <= codes(tmp_path) <= {"state-moments", "state-moments-lost", "optimizer-count"}
 
 
-def test_the_same_bits_with_and_without_it(train_script, script, script_flags, tmp_path):
-    flags = [*script_flags, "--checkpointing_steps", "8", "--dropout", "0.1"]
+def test_every_stage_is_measured_and_the_bits_are_those_without_it(train_script, script, script_flags, tmp_path):
+    flags = [*script_flags, *RHYTHM, "--dropout", "0.1"]
     for doctor in ("on", "off"):
         assert train_script([*flags, "--doctor", doctor, "--output_dir", tmp_path / doctor]) == 0
     assert step_seen(tmp_path / "on") == (OF_SCRIPT[script], {}) and step_seen(tmp_path / "off") == (set(), {})
@@ -119,7 +97,7 @@ def test_a_recording_that_fails_ends_neither_the_run_nor_the_looks_at_files(trai
         raise ZeroDivisionError("a law with a mistake")
 
     monkeypatch.setattr("steady_doctor.declared_doctor.identify", broken)
-    assert train([*tiny_flags, *RHYTHM, "--output_dir", tmp_path]) == 0
+    assert train([*tiny_flags, "--output_dir", tmp_path]) == 0
     [failed] = [f for f in json.loads((tmp_path / "diagnosis.json").read_text()) if f["code"] == "rule-failed"]
     assert "ZeroDivisionError: a law with a mistake" in failed["evidence"]
 
@@ -147,20 +125,6 @@ def test_a_wrong_step_is_said_with_what_is_declared_and_observed(train, tiny_fla
     assert finding["declared"].startswith("0 image + 1 noise at level ") and "-1 noise" in finding["observed"]
     page = (tmp_path / "report.html").read_text()
     assert finding["declared"] in page and finding["observed"] in page
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["not restored", "none", "not stored"])
-def test_the_mean_of_adaptive_clipping_that_a_resume_loses_is_named(train, tiny_flags, tmp_path, fault, monkeypatch):
-    flags = [*tiny_flags, "--adaptive_clipping", "--checkpointing_steps", "4", "--lr_scheduler", "constant"]
-    with monkeypatch.context() as patch:
-        if fault == "not stored":
-            patch.setattr(AdaptiveLimit, "mean", None)
-        assert train([*flags, "--max_train_steps", "4", "--output_dir", tmp_path]) == 0
-    if fault == "not restored":
-        monkeypatch.setattr(AdaptiveLimit, "__init__", lambda self, device, mean, old=AdaptiveLimit.__init__: old(self, device))
-    assert train([*flags, "--resume_from_checkpoint", "latest", "--output_dir", tmp_path]) == 0
-    assert ("state-norm-mean" in codes(tmp_path)) == (fault != "none")
 
 
 @pytest.mark.slow

@@ -1,26 +1,22 @@
 """Evaluation in the training loop: the same figures on two processes, no trace in the training, the best checkpoint by it."""
 
-import importlib
 import os
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, logged_scalars, make_tiny_flags, slow_turns
+from conftest import logged_scalars
 from diffusers import DDPMScheduler
 from safetensors.torch import load_file
 from test_sampling import tiny_unet
 
-from utils.core.errors import UserError
 from utils.core.signals import EXIT_STOPPED
 from utils.data.dataset import load_images
 from utils.evaluation.extractors import RandomConvolutions
 from utils.evaluation.feature_sets import evenly
 from utils.options.flags import DataOptions, DDPMOptions
-from utils.options.parser import parse_options
 from utils.runs.checkpoint_files import list_checkpoints
 from utils.runs.history import HISTORY, read_history
 from utils.runs.state import TrainState, read_state
@@ -32,17 +28,9 @@ from utils.training.progress import ProgressBar
 EVALUATED = ["--eval_steps", "4", "--eval_images", "30", "--eval_batch_size", "8"]
 
 
-@pytest.fixture(scope="module")
-def runs(tiny_flags, tmp_path_factory):
-    """The same training without evaluation, with it, and with it on two processes of half the batch."""
-    folder = tmp_path_factory.mktemp("runs")
-    flags = [*tiny_flags, "--max_train_steps", "8", "--checkpointing_steps", "8"]
-    return folder, flags
-
-
 @pytest.mark.slow
-def test_two_processes_log_the_figures_of_one_and_the_training_is_as_without(server, runs, train, capsys):
-    folder, flags = runs
+def test_two_processes_log_the_figures_of_one_and_the_training_is_as_without(server, tiny_flags, train, tmp_path, capsys):
+    folder, flags = tmp_path, [*tiny_flags, "--checkpointing_steps", "8"]
     assert train([*flags, "--output_dir", folder / "without"]) == 0
     assert train([*flags, *EVALUATED, "--best_metric", "fd", "--output_dir", folder / "one"]) == 0
     said = capsys.readouterr()
@@ -70,57 +58,30 @@ def test_two_processes_log_the_figures_of_one_and_the_training_is_as_without(ser
     assert state.best_value == best["evaluation"]["fd"] and state.metrics["kd_randconv"] == figures["kd"]
 
 
-def test_mistakes_are_told_before_the_first_update(train, tiny_flags, tmp_path):
-    for flags, message in (
-        (["--best_metric", "fd"], "set --eval_steps"),
-        (["--eval_steps", "4", "--eval_images", "9"], "--eval_images must be a whole number of at least 10; got 9"),
-        (["--eval_steps", "0"], "--eval_steps must be a whole number of at least 1"),
-    ):
-        with pytest.raises(UserError, match=message):
-            train([*tiny_flags, *flags, "--output_dir", tmp_path / "run"])
-    assert not list(tmp_path.glob("run/checkpoint-*"))
-    assert DDPMOptions.eval_steps is None
-    assert parse_options(DDPMOptions, "", ["--eval_images", "5"]).eval_images == 5  # of which nothing is made
-
-
 @pytest.mark.slow
-def test_an_evaluation_that_a_stop_left_out_is_made_on_resume(runs, train, monkeypatch, script_of_evaluation):
-    folder, _ = runs
-    flags, script = script_of_evaluation
-    flags = [*flags, *EVALUATED, "--best_metric", "fd", "--output_dir", folder / f"stopped-{script.__name__}"]
-    output_dir, sampled = flags[-1], SampleEvaluation._sample
+def test_an_evaluation_that_a_stop_left_out_is_made_on_resume(train_script, script_flags, tmp_path, monkeypatch):
+    flags = [*script_flags, "--checkpointing_steps", "4", *EVALUATED, "--best_metric", "fd", "--output_dir", tmp_path]
+    sampled = SampleEvaluation._sample
+
+    def evaluated() -> list[int]:
+        return [record["step"] for record in read_history(tmp_path / HISTORY) if "evaluation" in record]
 
     def stopped_at_the_end(self, numbers):
-        if len(checkpoints(output_dir)) > 0:  # the one of update 4 is made after its evaluation
+        if len(list_checkpoints(tmp_path)) > 0:  # the one of update 4 is made after its evaluation
             os.kill(os.getpid(), signal.SIGTERM)
         return sampled(self, numbers)
 
     with monkeypatch.context() as patch:
         patch.setattr(SampleEvaluation, "_sample", stopped_at_the_end)
-        assert train(flags, script) == EXIT_STOPPED
-        assert read_state(checkpoints(output_dir)[-1]).evaluated_step == 4
-        assert train([*flags, "--resume_from_checkpoint", "latest"], script) == EXIT_STOPPED  # and again
-    assert evaluated(output_dir) == [4]
-    assert train([*flags, "--resume_from_checkpoint", "latest"], script) == 0
-    assert evaluated(output_dir) == [4, 8]
-    state = read_state(checkpoints(output_dir)[-1])
-    assert (state.step, state.evaluated_step, state.best_metric) == (8, 8, "fd_randconv")
-    assert train([*flags, "--resume_from_checkpoint", "latest"], script) == 0
-    assert evaluated(output_dir) == [4, 8]  # once
-
-
-@pytest.fixture(params=[SCRIPTS[0], *slow_turns(SCRIPTS[1])])
-def script_of_evaluation(request, tmp_path_factory):
-    flags = make_tiny_flags(tmp_path_factory.mktemp("tiny"), request.param)
-    return [*flags, "--max_train_steps", "8", "--checkpointing_steps", "4"], importlib.import_module(Path(request.param).stem)
-
-
-def checkpoints(output_dir):
-    return list_checkpoints(Path(output_dir))
-
-
-def evaluated(output_dir) -> list[int]:
-    return [record["step"] for record in read_history(Path(output_dir, HISTORY)) if "evaluation" in record]
+        assert train_script(flags) == EXIT_STOPPED
+        assert read_state(list_checkpoints(tmp_path)[-1]).evaluated_step == 4
+        assert train_script([*flags, "--resume_from_checkpoint", "latest"]) == EXIT_STOPPED  # and again
+    assert evaluated() == [4]
+    for _ in range(2):  # once
+        assert train_script([*flags, "--resume_from_checkpoint", "latest"]) == 0
+        assert evaluated() == [4, 8]
+        state = read_state(list_checkpoints(tmp_path)[-1])
+        assert (state.step, state.evaluated_step, state.best_metric) == (8, 8, "fd_randconv")
 
 
 @pytest.fixture(scope="module")
