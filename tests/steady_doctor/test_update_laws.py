@@ -282,9 +282,3 @@ def test_what_is_wrong_is_found(code):
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_not(name):
     assert codes(**RIGHT[name]) == set()
-
-
-def test_each_code_has_its_sentences():
-    for code in FOUND:
-        table = words.table()[code]
-        assert table["stage"] in STAGES and {"title", "declared", "observed", "cause", "fixes"} <= table.keys()
