@@ -17,7 +17,7 @@ from conftest import slow_turns
 from benchmarks import gpu_all
 from benchmarks.memory import gradient_checkpointing, prediction
 from benchmarks.reliability import precisions
-from benchmarks.shared import bare_loop, measuring, real_script
+from benchmarks.shared import bare_loop, real_script
 from benchmarks.shared.tasks import SIZES, TASKS, make_task
 from benchmarks.speed import sampling, throughput
 from models.edm2_unet import PRESETS, MPConv2d, MPLinear
@@ -41,12 +41,6 @@ def test_commands_are_understood(name, tmp_path):
     module.parse_args(flags)
     with pytest.raises((SystemExit, UserError)):
         module.parse_args([*flags, "--no_such_flag"])
-
-
-def test_all_parts_fit_into_their_time():
-    """The first ones, which tell most, have all the time that they may take."""
-    seconds = [limit for limit, _ in gpu_all.PARTS.values()]
-    assert sum(seconds[:6]) <= 25 * 60
 
 
 def test_a_part_that_hangs_is_ended(tmp_path):
@@ -155,16 +149,6 @@ def test_precisions_compare_what_is_resumed(monkeypatch, capsys, tmp_path):
     assert precisions.weights(checkpoint.parents[1]) != before
 
 
-@pytest.mark.parametrize("configurations", [prediction.ON_A_CPU, prediction.ON_A_GPU])
-def test_at_least_eight_configurations_are_compared(configurations):
-    assert len(set(configurations)) == len(configurations) >= 8
-    for name, *flags in map(shlex.split, configurations):
-        args = importlib.import_module(Path(name).stem).parse_args([*flags, "--dataset_name", "any"])
-        images = 640 if args.resolution <= 64 else 64
-        assert args.train_batch_size * args.gradient_accumulation_steps <= images
-        assert args.global_batch_size is None
-
-
 @pytest.mark.parametrize("ema", ["none", "script", "diffusers"])
 def test_bare_loops_train(ema):
     """Each makes the updates of a plain loop."""
@@ -226,15 +210,6 @@ def test_checkpointing_keeps_less():
     assert on.update_bytes() < off.update_bytes()
 
 
-def test_peak_memory_is_the_most_at_once():
-    with measuring.PeakMemory(torch.device("cpu")) as peak:
-        for _ in range(3):
-            first = torch.empty(1000)
-            second = torch.empty(500)
-            del first, second
-    assert peak.bytes == pytest.approx(6000, abs=256)  # bytes, up to the allocator's alignment
-
-
 def test_a_report_is_charged_by_its_share():
     """Blocks of 10 updates of 2 s, every second one with a report of 5 s; a real run reports every 50 updates."""
     race = throughput.SideBySide(torch.device("cpu"), 10, lambda: 0.0, dict)
@@ -288,20 +263,6 @@ def test_predictions_hold_for_the_real_script(script, tmp_path, capsys, in_this_
 
 
 TINY = "--blocks 2 --block_updates 1 --eval_batch_size 1 --validation_images 8 --cpu_threads 1"
-
-
-@pytest.mark.slow
-def test_throughput_of_edm2_beside_bare_loops(capsys, in_this_process, monkeypatch):
-    flags, races, report = f"{TINY} --script train_edm2.py --num_inference_steps 2", [], throughput.report
-    monkeypatch.setattr(throughput, "report", lambda race, *rest: (races.append(race), report(race, *rest)))
-    assert throughput.main(throughput.parse_args(flags.split())) == 0
-    assert len(races[0].ema.seconds()) == races[0].updates  # its own two averages in one pass, and not the bare loop's
-    output = capsys.readouterr().out
-    for row in ("train_edm2.py", "bare", "bare again", "bare + EMA", "eager"):
-        assert f"\n{row:14} " in output
-    for row in ("report", "EMA", "validation", "checkpoint"):
-        assert [line for line in output.splitlines() if line.startswith(f"{row:20} ") and line.endswith(" %")]
-    assert "\n=> train_edm2.py" in output
 
 
 @pytest.mark.parametrize("flags", ["--optimizer sgd", "--no-use_ema", "--max_grad_norm 0", "--spectral_norm"])

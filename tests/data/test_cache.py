@@ -143,30 +143,6 @@ def test_a_damaged_cache_is_made_again(name, damage, load, tmp_path):
     assert np.array_equal(load().fetch(range(5)), pixels)
 
 
-KILL_CODE = """
-import os, signal, sys
-from pathlib import Path
-sys.path[:0] = ["tests", "tests/data"]
-from test_cache import PREPARE, reader
-from utils.data.cache import pack_once
-folder = Path(sys.argv[2])
-def progress(done, count):
-    os.kill(os.getpid(), signal.SIGKILL)
-pack_once(folder, 5, reader(Path(sys.argv[1])), PREPARE, progress)
-"""
-
-
-def test_a_killed_packer_leaves_nothing_that_blocks_or_is_taken_for_a_cache(tmp_path):
-    images = write_images(tmp_path / "images")
-    folder = tmp_path / "cache" / "abc"
-    killed = subprocess.run([sys.executable, "-c", KILL_CODE, images, folder], cwd=REPOSITORY, timeout=120)
-    assert killed.returncode == -signal.SIGKILL
-    assert not folder.exists() and folder.with_name("abc.tmp").exists()
-    packed = pack_once(folder, 5, reader(images), PREPARE)
-    assert len(packed) == 5 and packed.fetch(np.arange(5), None).shape == (5, 3, 4, 4)
-    assert sorted(path.name for path in folder.parent.iterdir()) in (["abc"], ["abc", "abc.lock"])
-
-
 def test_a_cache_remembers_its_bad_images_and_serves_those_who_allow_them(load, tmp_path, monkeypatch):
     (tmp_path / "images" / "2.png").write_bytes(b"")
     with pytest.raises(UserError, match=r"(?s)2\.png \(row 2.*--on_bad_image replace"):
@@ -273,7 +249,7 @@ def test_few_images_need_few_processes(tmp_path, monkeypatch, platform, cores, c
     assert len(ids) == started
 
 
-ORPHANS_CODE = """
+KILLED_CODE = """
 import os, signal, sys
 from pathlib import Path
 sys.path[:0] = ["tests", "tests/data"]
@@ -291,13 +267,16 @@ packing.pack_once(Path(sys.argv[2]), 40, reader(Path(sys.argv[1])), PREPARE, lam
 """
 
 
-def test_the_processes_of_a_killed_packer_end_and_free_the_lock(tmp_path):
-    images = write_images(tmp_path / "images", count=40)
-    command = [sys.executable, "-c", ORPHANS_CODE, images, tmp_path / "abc"]
+def test_a_killed_packer_leaves_no_process_no_lock_and_nothing_that_is_taken_for_a_cache(tmp_path):
+    images, folder = write_images(tmp_path / "images", count=40), tmp_path / "cache" / "abc"
+    command = [sys.executable, "-c", KILLED_CODE, images, folder]
     killed = subprocess.run(command, cwd=REPOSITORY, timeout=120, stdout=subprocess.PIPE)
+    # Its processes hold the other end of the pipe, so `run` has returned after the last of them, and their lock is free.
     assert killed.returncode == -signal.SIGKILL and killed.stdout.split()
-    # They hold the other end of the pipe, so `run` has returned after the last of them, and their lock is free.
-    FileLock(tmp_path / "abc.lock").acquire(timeout=0).lock.release()
+    FileLock(folder.with_name("abc.lock")).acquire(timeout=0).lock.release()
+    assert not folder.exists() and folder.with_name("abc.tmp").exists()
+    assert pack_once(folder, 40, reader(images), PREPARE).fetch(np.arange(40), None).shape == (40, 3, 4, 4)
+    assert sorted(path.name for path in folder.parent.iterdir()) in (["abc"], ["abc", "abc.lock"])
 
 
 def test_order_is_kept_over_many_chunks(tmp_path):
