@@ -198,18 +198,6 @@ def test_bare_loops_train_edm2(forced):
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_checkpointing_keeps_less():
-    task = make_task("train_edm2.py", "digits16")
-    off, on = (
-        bare_loop.BareLoop(task, bare_loop.Switches(checkpointing=checkpointing), 8, torch.device("cpu"))
-        for checkpointing in (False, True)
-    )
-    assert on.activation_bytes() < 0.5 * off.activation_bytes()
-    assert off.activation_bytes() <= off.update_bytes()
-    assert on.update_bytes() < off.update_bytes()
-
-
 def test_a_report_is_charged_by_its_share():
     """Blocks of 10 updates of 2 s, every second one with a report of 5 s; a real run reports every 50 updates."""
     race = throughput.SideBySide(torch.device("cpu"), 10, lambda: 0.0, dict)

@@ -40,14 +40,18 @@ def unpatched(rows):
     return rows.reshape(len(rows), 2, 2, 3, 4, 4).permute(0, 3, 1, 4, 2, 5).reshape(len(rows), 3, 8, 8)
 
 
-def watched(loop, updates: int = 3) -> list[Step]:
-    """`loop(step)` makes one update; returns what was recorded."""
+def watched(network, loss_of) -> list[Step]:
+    """What is recorded of the second and the third update with the loss `loss_of(images, noise)`."""
+    torch.manual_seed(0)
+    images, optimizer = torch.rand(50, *SHAPE[1:]) * 2 - 1, torch.optim.Adam(network.parameters(), 1e-3)
     steps: list[Step] = []
     session = Session(lambda recorded: steps.append(identify(recorded)))
     with session.install():
-        for step in range(updates):
-            loop(step)
-    assert session.failure is None
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(images[torch.randperm(50)[:B]], torch.randn(SHAPE)).backward()
+            optimizer.step()
+    assert session.failure is None and len(steps) == 2
     return steps
 
 
@@ -82,31 +86,24 @@ WAYS = {  # path, and (p, q) of the target from (a, b)
 @pytest.mark.parametrize("loss", [mse_loss, l1_loss, huber_loss])
 @pytest.mark.parametrize("way", WAYS)
 def test_mixture_and_target_are_those_of_the_script(way, loss):
-    path, target_of = WAYS[way]
-    torch.manual_seed(0)
-    network, images, told = Network(), torch.rand(50, 3, 8, 8) * 2 - 1, []
-    optimizer = torch.optim.Adam(network.parameters(), 1e-3)
+    (path, target_of), network, told = WAYS[way], Network(), []
 
-    def loop(step):
-        x0, noise = images[torch.randperm(50)[:B]], torch.randn(SHAPE)
+    def loss_of(x0, noise):
         t, a, b = path()
         p, q = target_of(a, b)
         told.append((t, a, b, p, q, x0, noise))
-        output = network(column(a) * x0 + column(b) * noise, t)
-        optimizer.zero_grad()
-        loss(output, column(p) * x0 + column(q) * noise).backward()
-        optimizer.step()
+        return loss(network(column(a) * x0 + column(b) * noise, t), column(p) * x0 + column(q) * noise)
 
-    for step, (t, a, b, p, q, x0, noise) in zip(watched(loop), told[1:]):
+    for step, (t, a, b, p, q, x0, noise) in zip(watched(network, loss_of), told[1:]):
         mixture, target = step.passes[0].mixture, step.passes[0].target
-        for found, expected in (
+        figures = (
             (mixture.a, a),
             (mixture.b, b),
             (target.p, p),
             (target.q, q),
             (mixture.told[0], t / T),
-        ):  # the network divides
-            assert torch.allclose(found, expected.double(), rtol=1e-4, atol=1e-4)
+        )  # the network divides
+        assert all(torch.allclose(found, expected.double(), rtol=1e-4, atol=1e-4) for found, expected in figures)
         for figures, batch in ((mixture.clean, x0), (mixture.noise, noise)):
             assert (figures.shape, figures.same_along) == (SHAPE, ())
             assert figures.mean == pytest.approx(float(batch.mean()), abs=1e-6)
@@ -117,39 +114,28 @@ def test_mixture_and_target_are_those_of_the_script(way, loss):
 
 
 def test_each_samples_weight_is_the_slope_of_the_loss():
-    torch.manual_seed(0)
-    network, images, told = Network(), torch.rand(50, 3, 8, 8) * 2 - 1, []
-    optimizer = torch.optim.Adam(network.parameters(), 1e-3)
+    network, told = Network(), []
 
-    def loop(step):
-        x0, noise = images[:B], torch.randn(SHAPE)
+    def loss_of(x0, noise):
         t, a, b = circle()
-        weight = (a / b).square().clamp(max=5) / (a / b).square()
-        told.append(weight)
+        told.append((a / b).square().clamp(max=5) / (a / b).square())
         error = (network(column(a) * x0 + column(b) * noise, t) - noise).square().mean((1, 2, 3))
-        optimizer.zero_grad()
-        (weight * error).mean().backward()
-        optimizer.step()
+        return (told[-1] * error).mean()
 
-    for step, weight in zip(watched(loop), told[1:]):
+    for step, weight in zip(watched(network, loss_of), told[1:]):
         expected = 2 * weight.double() / math.prod(SHAPE)
         assert torch.allclose(step.passes[0].target.slope, expected, rtol=1e-2)
         assert step.passes[0].target.even > 0.9
 
 
 def test_patches_are_put_back_as_the_script_does():
-    torch.manual_seed(0)
-    network, images = Patches(), torch.rand(50, 3, 8, 8) * 2 - 1
-    optimizer = torch.optim.Adam(network.parameters(), 1e-3)
+    network = Patches()
 
-    def loop(step):
-        x0, noise = images[torch.randperm(50)[:B]], torch.randn(SHAPE)
+    def loss_of(x0, noise):
         t, a, b = line()
-        optimizer.zero_grad()
-        mse_loss(unpatched(network(column(a) * x0 + column(b) * noise, t)), noise - x0).backward()
-        optimizer.step()
+        return mse_loss(unpatched(network(column(a) * x0 + column(b) * noise, t)), noise - x0)
 
-    for step in watched(loop):
+    for step in watched(network, loss_of):
         target = step.passes[0].target
         assert torch.allclose(target.p, torch.full((B,), -1.0).double(), atol=1e-4)
         assert torch.allclose(target.q, torch.ones(B).double(), atol=1e-4)
