@@ -6,7 +6,6 @@ SIGMA = "sigma = (torch.randn(len(y)) * 1.2 - 1.2).exp()"
 WEIGHT = "weight = (sigma**2 + SIGMA_DATA**2) / (sigma * SIGMA_DATA) ** 2"
 EDM_LOOP = [
     row("timestep", "* noise, sigma)", "* noise, sigma.roll(1))"),
-    row("timestep|input|noise", "* noise, sigma)", "* noise, sigma / 0.8)"),
     row("timestep", *options(P_mean=1.2, P_std=1.2), updates=60),
     row("input", "y + sigma[:, None, None, None] * noise, sigma)", "y + sigma[:, None, None, None].square() * noise, sigma)"),
     row("input|network", "c_in * x", "x"),
@@ -15,10 +14,7 @@ EDM_LOOP = [
         updates=22,
         missed="noise that is lost in the rounding of the images",
     ),
-    row("network|input|target", "SIGMA_DATA**2 / total, s *", "SIGMA_DATA / total, s *"),
     row("network|target", "s * SIGMA_DATA / total.sqrt()", "s * SIGMA_DATA / total"),
-    row("network|target", "c_skip * x +", ""),
-    row("target", "(denoised - y) ** 2", "(denoised + y) ** 2"),
     row("weight", WEIGHT, "weight = (sigma**2 + SIGMA_DATA**2) / (sigma * SIGMA_DATA)"),
     # ---- nothing is wrong
     row("", "c_noise = sigma.log() / 4", "c_noise = sigma"),
@@ -27,7 +23,7 @@ EDM_LOOP = [
     row("", SIGMA, "sigma = 0.002 * 40000 ** torch.rand(len(y))", updates=22),
 ]
 
-LOADER, BATCH = "DataLoader(TensorDataset(images, labels), batch_size=8, shuffle=True)", "x0, label = next(batches)"
+LOADER = "DataLoader(TensorDataset(images, labels), batch_size=8, shuffle=True)"
 SIZES, ROUND, STEP = "ROUNDS, CLASSES = 2, 6", "for _ in range(ROUNDS):", "optimizer.step()\n"
 DRAWN, TARGET, CALL = "torch.sigmoid(torch.randn(len(x0)))", "velocity = noise - x0", "model(x, s * 1000, label)"
 ERROR, BACKWARD = "error = (model(x, s * 1000, label) - velocity).square()", "(error.mean() / ROUNDS).backward()"
@@ -49,12 +45,9 @@ SUMMED = (
 FLOW_LOOP = [
     row("data", LOADER, LOADER.replace("shuffle=True", "sampler=torch.utils.data.SequentialSampler(range(64))"), updates=30),
     row("data", *RESEEDED, updates=30),
-    row("timestep", CALL, "model(x, (1 - s) * 1000, label)"),
     row("timestep", DRAWN, "torch.rand(len(x0)) * 1.8 - 0.5"),
-    row("timestep", DRAWN, "torch.sigmoid(torch.rand(len(x0)))", updates=22),
     row("input", "(1 - share) * x0", "(1 - share).sqrt() * x0"),
     row("target", TARGET, "velocity = x0 - noise"),
-    row("target", TARGET, "velocity = noise - 0.5 * x0"),
     row("target", *ZERO_LAST, TARGET, "velocity = x0 - noise"),
     row("target", *CIRCLE, TARGET, "velocity = angle.sin() * x0 - angle.cos() * noise"),
     row("weight|target", ERROR, "error = (model(x, s * 1000, label) - x0).square() / (1 - share) ** 2"),
@@ -64,24 +57,20 @@ FLOW_LOOP = [
     row("", TARGET, "velocity = x0 - noise", CALL, "model(x, (1 - s) * 1000, label)"),
     row("", TARGET, "velocity = noise"),
     row("", ERROR, "error = (model(x, s * 1000, label) - x0).square() / share ** 2"),
-    row("", BATCH, BATCH + "\norder = torch.randperm(len(x0))\nx0, label = x0[order], label[order]", updates=22),
     row("", "share * noise", "(share * 0.95 + 0.05) * noise", TARGET, "velocity = 0.95 * noise - x0"),
     row("", *CIRCLE, TARGET, "velocity = 1.5707963 * (angle.cos() * noise - angle.sin() * x0)"),
     row("", *SUMMED),
-    row("", CALL, "model(x, s, label)"),
 ]
 
 HINT = "hint = x0.amin(1, keepdim=True)"
 CONTROL_LOOP = [
     row("condition", "hint)) - noise", "hint[:1].expand_as(hint))) - noise", updates=22),
-    row("condition", "control(t, label, hint)", "control(t, label * 0, hint)", updates=22),
     row("condition|data", HINT, HINT + ".roll(1, 0)", updates=22),
     row("", HINT, "hint = x0.amax(1, keepdim=True)", updates=22),
 ]
 
 CLOSURE_LOOP = [
     row("condition", "torch.cat([small, noised], dim=1)", "torch.cat([x0, noised], dim=1)"),
-    row("gradient", "optimizer.zero_grad()\n    loss", "loss"),
     row("ema", "decay * self.shadow[name]", "(1 - decay) * self.shadow[name]"),
 ]
 
@@ -94,7 +83,6 @@ ADAPTER_LOOP = [
 
 SYNCED, EMA_STEP = "if accelerator.sync_gradients:\n    accelerator.clip_grad_norm_", "ema.step(model.parameters())"
 ACCELERATED = [
-    row("input", "scheduler.add_noise(clean, noise, timesteps)", "scheduler.add_noise(noise, clean, timesteps)"),
     row("target", "get_velocity(clean, noise,", "get_velocity(noise, clean,"),
     row("gradient", "with accelerator.accumulate(model):", "if True:", updates=22),
     row("gradient", SYNCED, SYNCED.replace("accelerator.sync_gradients", "True")),

@@ -131,9 +131,6 @@ DATA = {
     "halved": ({"image": lambda x: x / 2}, "data-halved"),
     "nearly one": ({"image": lambda x: (x + 1) / 255 - 1}, "data-nearly-one"),
     "one image": ({"image": lambda x: x[:1].expand_as(x)}, "data-one-image"),
-    "mixed": ({"image": lambda x: x.permute(0, 2, 3, 1).reshape(x.shape)}, "data-reshaped"),
-    "flipped": ({"image": lambda x: torch.cat([x[:4].flip(1), x[4:]])}, "data-colors-flipped"),
-    "wrapped": ({"image": lambda x: (((x + 1) * 127.5).byte() + 90).float() / 127.5 - 1}, "data-wrapped"),
     "mixed while loading": ({"batches": lambda: endless(mixed)}, "data-reshaped"),
     "flipped while loading": ({"batches": lambda: endless(some_flipped)}, "data-colors-flipped"),
     "wrapped while loading": ({"batches": lambda: endless(brighter)}, "data-wrapped"),
@@ -149,12 +146,9 @@ DATA = {
     "plain": ({}, ""),
 }
 CONDITION = {
-    "another order": ({"label": lambda y: dropped(y).flip(0)}, "condition-other-rows"),
     "shuffled": ({"label": lambda y: y[torch.randperm(len(y))]}, "condition-other-rows"),
     "of the first": ({"label": lambda y: y[:1].expand_as(y)}, "condition-one-row"),
     "always dropped": ({"label": lambda y: torch.where(torch.rand(len(y)) < 2, CLASSES, y)}, "condition-always-same"),
-    "zeros": ({"label": lambda y: 0 * y}, "condition-always-same"),
-    "not read": ({"label": lambda y: torch.full_like(y, CLASSES)}, "condition-always-same"),
     "mostly dropped": ({"label": lambda y: torch.where(torch.rand(len(y)) < 0.2, y, CLASSES)}, "condition-dropped"),
     "dropped to class 0": ({"label": lambda y: torch.where(torch.rand(len(y)) < 0.3, 0, y)}, "condition-null"),
     "dropped in vain": ({"label": lambda y: (dropped(y), y)[1]}, "condition-dropped-in-vain"),
