@@ -1,6 +1,7 @@
 """Columns of images as people have them: right pixels packed, not packed and streamed, and the doctor reads the same."""
 
 import base64
+import os
 import re
 from pathlib import Path
 
@@ -126,9 +127,10 @@ def test_the_pixels_are_right_for_the_run_and_for_the_doctor(kind, load, tmp_pat
 
 @pytest.mark.parametrize("more", [{}, {"cache_images": "no"}, {"streaming": True}])
 def test_another_content_of_a_named_file_is_seen(more, load, tmp_path):
-    assert np.array_equal(load(COLORED["file URI"], **more).fetch([2])[0], COLOR[2].transpose(2, 0, 1))
-    (tmp_path / "data" / NAMES[2]).write_bytes(encoded(255 - COLOR[2]))
-    assert np.array_equal(load(COLORED["file URI"], **more).fetch([2])[0], 255 - COLOR[2].transpose(2, 0, 1))
+    for time, changed in enumerate((COLOR[2], 255 - COLOR[2])):  # files of one size
+        (tmp_path / "data" / NAMES[2]).write_bytes(encoded(changed, "BMP"))
+        os.utime(tmp_path / "data" / NAMES[2], (time, time))
+        assert np.array_equal(load(COLORED["file URI"], **more).fetch([2])[0], changed.transpose(2, 0, 1))
 
 
 def test_a_row_without_an_image_is_named_and_replaced(load):

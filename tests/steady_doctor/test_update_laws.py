@@ -32,7 +32,7 @@ class Network(nn.Module):
 
 
 def codes(updates=5, passes=1, network=Network, optimizer=None, schedule=None, averaged=copy.deepcopy, ended=True, **events):
-    """Trains, with `events[name](now)` at its place in each update; returns the codes of what was found."""
+    """Trains, with `events[name](now)` at its place in each update; returns the figures of what was found, by its code."""
     doctor = Doctor()
     with doctor.install():
         torch.manual_seed(0)
@@ -61,7 +61,7 @@ def codes(updates=5, passes=1, network=Network, optimizer=None, schedule=None, a
                 now.schedule.step()
             at("end")
     assert doctor.session.failure is None
-    return {one.code for one in doctor.findings(ended) if words.stage(one.code) in STAGES}
+    return {one.code: one.figures for one in doctor.findings(ended) if words.stage(one.code) in STAGES}
 
 
 @torch.no_grad()
@@ -278,4 +278,8 @@ def test_what_is_wrong_is_found(code):
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_not(name):
-    assert codes(**{"updates": 22} | RIGHT[name]) == set()
+    assert codes(**{"updates": 22} | RIGHT[name]) == {}
+
+
+def test_what_wrote_to_the_weights_is_named():
+    assert "mul_" in codes(**FOUND["state-weights-written"])["state-weights-written"]["by"]
