@@ -87,6 +87,13 @@ def test_a_planted_fault_is_named(code, name):
     assert code in above_info(*damaged(name))
 
 
+def test_a_few_images_that_come_again_and_again_are_copies():
+    """Four images, each 40 times: moved and darker."""
+    rng = np.random.default_rng(2)
+    moved = [np.roll(SCENES[i % 4], rng.integers(-2, 3, 2), (0, 1)) * rng.uniform(0.6, 1) for i in range(160)]
+    assert "data-copies" in above_info(np.stack(moved).astype(np.uint8))
+
+
 def test_things_on_a_plain_background_are_copies_only_when_each_pixel_says_so():
     images = things(160)
     assert above_info(images) == set()
