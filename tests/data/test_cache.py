@@ -19,9 +19,7 @@ from utils.core.errors import UserError
 from utils.core.size import Size
 from utils.data import cache as packing
 from utils.data.cache import PackedImages, pack_once
-from utils.data.dataset import load_images
 from utils.data.decode import ImageFile, ImagePreparation
-from utils.options.flags import DataOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREPARE = ImagePreparation(Size(4, 4), 3, False, "white", 255)
@@ -42,13 +40,9 @@ def reader(folder: Path):
 
 
 @pytest.fixture
-def load(tmp_path):
-    def load_with_cache(**options):
-        folder, cache = str(tmp_path / "images"), str(tmp_path / "cache")
-        return load_images(DataOptions(**{"train_data_dir": folder, "cache_dir": cache, "resolution": 4, **options}))
-
-    write_images(tmp_path / "images")
-    return load_with_cache
+def load(opened, tmp_path):
+    folder = write_images(tmp_path / "images")
+    return lambda **options: opened(**{"train_data_dir": str(folder), "resolution": 4} | options)
 
 
 def caches(tmp_path) -> set[str]:

@@ -14,16 +14,11 @@ from PIL import Image, ImageOps
 from test_image_folder import encoded, said, shown, write
 
 from utils.core.errors import UserError
-from utils.data.dataset import load_images
-from utils.options.flags import DataOptions
 
 
 @pytest.fixture
-def load(tmp_path):
-    def load_with_cache(source, by="train_data_dir", **options):
-        return load_images(DataOptions(**{by: str(source)}, resolution=8, cache_dir=str(tmp_path / "cache"), **options))
-
-    return load_with_cache
+def load(opened):
+    return lambda source, by="train_data_dir", **options: opened(**{by: str(source)}, **options)
 
 
 @pytest.mark.parametrize("by", ["train_data_dir", "dataset_name"])

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from torch import nn
+from test_identify import ALPHA_BAR, Network
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -12,21 +12,11 @@ from steady_doctor.doctor import Doctor
 
 B, UPDATES = 4, 6
 IMAGES = torch.linspace(-1, 1, 64 * 48).reshape(64, 3, 4, 4)
-ALPHA_BAR = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), dim=0)
 
 
 @torch.library.custom_op("steady_doctor_tests::drawn", mutates_args=())
 def drawn(like: torch.Tensor) -> torch.Tensor:
     return torch.randn_like(like)
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last, self.time = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1), nn.Linear(1, 8)
-
-    def forward(self, x, t):
-        return self.last(torch.relu(self.first(x) + self.time(t[:, None] / 1000.0)[:, :, None, None]))
 
 
 def loss_of(network, noise=None, images=None):
