@@ -62,13 +62,6 @@ FLOW_LOOP = [
     row("", *SUMMED),
 ]
 
-HINT = "hint = x0.amin(1, keepdim=True)"
-CONTROL_LOOP = [
-    row("condition", "hint)) - noise", "hint[:1].expand_as(hint))) - noise", updates=22),
-    row("condition|data", HINT, HINT + ".roll(1, 0)", updates=22),
-    row("", HINT, "hint = x0.amax(1, keepdim=True)", updates=22),
-]
-
 CLOSURE_LOOP = [
     row("condition", "torch.cat([small, noised], dim=1)", "torch.cat([x0, noised], dim=1)"),
     row("ema", "decay * self.shadow[name]", "(1 - decay) * self.shadow[name]"),
@@ -100,7 +93,6 @@ ROWS = {
     "accelerated.py": ACCELERATED,
     "edm_loop.py": EDM_LOOP,
     "flow_loop.py": FLOW_LOOP,
-    "control_loop.py": CONTROL_LOOP,
     "closure_loop.py": CLOSURE_LOOP,
     "adapter_loop.py": ADAPTER_LOOP,
 }

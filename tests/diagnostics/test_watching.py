@@ -24,7 +24,6 @@ HEALTHY = {
     "flow_loop.py": "Network; straight path from images to noise, the velocity to noise, errors weighed equally; SGD",
     "closure_loop.py": "Joined; variance-preserving path, epsilon, errors weighed equally; Adam; averages of 0.95",
     "adapter_loop.py": "ModuleList; variance-preserving path, epsilon, min-SNR 5; AdamW; averages of 0.99",
-    "control_loop.py": "Control; variance-preserving path, epsilon, errors weighed equally; AdamW",
 }
 
 
