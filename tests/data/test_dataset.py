@@ -130,32 +130,40 @@ for split in ("train", "validation", "test[1:]"):
     images = load_images(DataOptions(**options, dataset_split=split, resolution=8))
     labels = None if images.labels is None else images.labels.tolist()
     pixels = images.fetch(range(len(images))).tolist()
-    found.append([pixels, labels, images.class_names, images.notes[:-1], images.description])
+    found.append([pixels, labels, images.class_names, images.notes[:-1], images.description, images.fingerprint])
 print(json.dumps(found))
 """
 
 
 @pytest.mark.slow
-def test_image_folders_of_the_hub_are_packed_and_then_work_offline(tmp_path):
-    """Of archives; for parquet files see test_stream_faults.py."""
-    repository, environment = tmp_path / "repository", {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    (repository / "data").mkdir(parents=True)
-    (repository / "README.md").write_text("photos")
+@pytest.mark.parametrize("kind", ["zip", "parquet"])
+def test_a_dataset_of_the_hub_is_downloaded_once_and_then_works_offline(kind, tmp_path):
+    folder, environment = tmp_path / "repository", {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text("photos")
     layouts = {"train": ["in/ant/0", "in/bee/1"], "val": ["in/ant/2", "in/bee/3"], "test": ["4", "5"]}
     for split, names in layouts.items():
-        with zipfile.ZipFile(repository / "data" / f"{split}.zip", "w") as archive:
+        if kind == "parquet":
+            make_dataset().select([int(name[-1]) for name in names]).to_parquet(folder / "data" / f"{split}.parquet")
+            continue
+        with zipfile.ZipFile(folder / "data" / f"{split}.zip", "w") as archive:
             for name in names:
                 archive.writestr(f"{name}.png", encoded(PIXELS[int(name[-1])]))
             archive.writestr("notes.txt", "")
-    with hub_stand_in("someone/photos", repository) as (address, _):
+    with hub_stand_in("someone/photos", folder) as (address, _):
         found = in_new_process(HUB_CODE, HF_ENDPOINT=address, **environment)
-    for (shown, labels, names, notes, _), rows in zip(found, ([0, 1], [2, 3], [5])):
+    for (shown, labels, names, notes, *_), rows in zip(found, ([0, 1], [2, 3], [5])):
         assert np.array_equal(shown, expected_pixels()[rows])
-        assert (labels, names) == ((None, None) if rows == [5] else ([0, 1], ["ant", "bee"]))
-        assert notes == [f"{len(rows)} of {len(rows) + 1} files used: 1 .txt"] or rows == [5]
+        if kind == "parquet":
+            assert labels == [LABELS[row] for row in rows] and names == ["ant", "bee", "cow"]
+        else:
+            assert (labels, names) == ((None, None) if rows == [5] else ([0, 1], ["ant", "bee"]))
+            assert notes == [f"{len(rows)} of {len(rows) + 1} files used: 1 .txt"] or rows == [5]
     assert "someone/photos (config default, split train, revision main): 2 images" in found[0][4]
-    assert len([*(tmp_path / "home" / "datasets" / "steady_diffusion").glob("*/pixels.bin")]) == 3
-    assert in_new_process(HUB_CODE, HF_ENDPOINT=address, HF_HUB_OFFLINE="1", **environment) == found
+    packed = {path.parent.name for path in (tmp_path / "home" / "datasets" / "steady_diffusion").glob("*/pixels.bin")}
+    assert packed == {one[5] for one in found}
+    again = in_new_process(HUB_CODE, HF_ENDPOINT=address, HF_HUB_OFFLINE="1", **environment)
+    assert [one[:5] for one in again] == [one[:5] for one in found] and (again == found or kind == "zip")
 
 
 def test_split_slices_and_max_images(load, tmp_path):
