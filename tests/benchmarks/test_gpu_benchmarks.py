@@ -17,7 +17,7 @@ from conftest import slow_turns
 from benchmarks import gpu_all
 from benchmarks.memory import gradient_checkpointing, prediction
 from benchmarks.reliability import precisions
-from benchmarks.shared import bare_loop, real_script
+from benchmarks.shared import bare_loop, measuring, real_script
 from benchmarks.shared.tasks import SIZES, TASKS, make_task
 from benchmarks.speed import sampling, throughput
 from models.edm2_unet import PRESETS, MPConv2d, MPLinear
@@ -196,6 +196,15 @@ def test_bare_loops_train_edm2(forced):
                 layer.weight.data /= rows.square().mean(1).sqrt().view(-1, *[1] * (layer.weight.ndim - 1))
     for own, expected in zip(loop.trained.parameters(), denoiser.parameters()):
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_peak_memory_is_the_most_at_once():
+    with measuring.PeakMemory(torch.device("cpu")) as peak:
+        for _ in range(3):
+            first = torch.empty(1000)
+            second = torch.empty(500)
+            del first, second
+    assert peak.bytes == pytest.approx(6000, abs=256)  # bytes, up to the allocator's alignment
 
 
 def test_a_report_is_charged_by_its_share():
