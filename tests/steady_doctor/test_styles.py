@@ -60,6 +60,7 @@ def train(network, loss_of, updates=14, data=None, rate=1e-3, after=lambda: None
 
 
 def is_healthy(network, loss_of, words, **more):
+    """Nothing is found in a training, and `words` are said of it."""
     found, said = train(network, loss_of, **more)
     assert found == [] and words in said
 
@@ -109,9 +110,8 @@ def test_points_whose_network_has_gates_and_whose_levels_are_a_list():
         given = network(bar.sqrt() * x0 + (1 - bar).sqrt() * noise, betas[chosen])
         return mse_loss(given.view(-1, 3), noise.view(-1, 3))
 
-    is_healthy(
-        network, loss_of, "of Gated; variance-preserving path, epsilon, errors weighed equally", data=torch.randn(64, 40, 3)
-    )
+    said = "of Gated; variance-preserving path, epsilon, errors weighed equally"
+    is_healthy(network, loss_of, said, data=torch.randn(64, 40, 3))
 
 
 def test_series_of_which_a_mask_leaves_nothing():
@@ -148,11 +148,8 @@ def continuous(network, weight=lambda t, bar: 1.0, variance=lambda bar: (1 - bar
 
 def test_the_weights_of_the_likelihood():
     network = Network()
-    is_healthy(
-        network,
-        continuous(network, lambda t, bar: (LEAST + t * (MOST - LEAST)) / (1 - bar)),
-        "epsilon, errors weighed as in the likelihood",
-    )
+    loss_of = continuous(network, lambda t, bar: (LEAST + t * (MOST - LEAST)) / (1 - bar))
+    is_healthy(network, loss_of, "epsilon, errors weighed as in the likelihood")
     # They are not to be had from another path's rates.
     found, said = train(network, continuous(network, lambda t, bar: (LEAST + t * (MOST - LEAST)) / (1 - bar) ** 2))
     assert found == ["weight-form"] and "errors weighed unequally" in said
