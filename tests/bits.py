@@ -58,16 +58,8 @@ def flags_of(name: str, script: str, folder: Path, steps: int = STEPS) -> list[s
         config = folder / Path(script).stem / "config.json"
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(json.dumps(SMALL[script]))
-        flags += [
-            "--model_config_name_or_path",
-            config.parent,
-            "--resolution",
-            16,
-            "--image_channels",
-            1,
-            "--lr_warmup_steps",
-            4,
-        ]
+        flags += ["--model_config_name_or_path", config.parent]
+        flags += ["--resolution", 16, "--image_channels", 1, "--lr_warmup_steps", 4]
     return [str(flag) for flag in [*flags, *RUNS[name][0]]]
 
 

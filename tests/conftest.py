@@ -136,6 +136,15 @@ def small_kl(**others):
     return AutoencoderKL(**{"in_channels": 1, "out_channels": 1} | blocks | sizes | others)
 
 
+@pytest.fixture
+def opened(tmp_path):
+    """Opens images with these options, at 8x8 and with a cache of the test's own where they say nothing else."""
+    from utils.data.dataset import load_images
+    from utils.options.flags import DataOptions
+
+    return lambda **options: load_images(DataOptions(**{"resolution": 8, "cache_dir": str(tmp_path / "cache")} | options))
+
+
 @pytest.fixture(scope="session", params=[SCRIPTS[0], *slow_turns(SCRIPTS[1])])
 def script(request) -> str:
     """Each of the SCRIPTS. Most of what they promise together is the same code: the second one's turn is a thorough test."""

@@ -39,22 +39,17 @@ def test_an_edit_matches_code_without_its_white_space_and_comments(old, new, exp
     assert expected in edited(SOURCE, [Edit("f", old, new)])
 
 
-@pytest.mark.parametrize("old", ["a", "a = 1", "b", "", "# why"])
-def test_an_edit_matches_once_or_is_refused(old):
-    """A part of a string or of a name is no match."""
-    with pytest.raises(ValueError, match="not once"):
-        edited(SOURCE, [Edit("f", old, "c")])
+REFUSED = [
+    ([(old, "c")], "not once") for old in ("a", "a = 1", "b", "", "# why")
+]  # a part of a string or of a name is no match
+REFUSED += [([('a = "a = 1"\nreturn a', 'a = "a = 1"\na = 2\nreturn a')], "further up")]  # it would stand inside the `if`
+REFUSED += [([("g(x, 1)", "c"), ("1) if x", "c")], "two edits")]
 
 
-def test_lines_whose_indentation_cannot_be_told_are_refused():
-    """They would stand inside the `if`."""
-    with pytest.raises(ValueError, match="further up"):
-        edited(SOURCE, [Edit("f", 'a = "a = 1"\nreturn a', 'a = "a = 1"\na = 2\nreturn a')])
-
-
-def test_two_edits_of_one_place_are_refused():
-    with pytest.raises(ValueError, match="two edits"):
-        edited(SOURCE, [Edit("f", "g(x, 1)", "c"), Edit("f", "1) if x", "c")])
+@pytest.mark.parametrize(("edits", "why"), REFUSED)
+def test_an_edit_that_cannot_be_told_is_refused(edits, why):
+    with pytest.raises(ValueError, match=why):
+        edited(SOURCE, [Edit("f", *edit) for edit in edits])
 
 
 @pytest.mark.parametrize(

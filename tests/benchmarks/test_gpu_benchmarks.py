@@ -43,12 +43,6 @@ def test_commands_are_understood(name, tmp_path):
         module.parse_args([*flags, "--no_such_flag"])
 
 
-def test_all_parts_fit_into_their_time():
-    """The first ones, which tell most, have all the time that they may take."""
-    seconds = [limit for limit, _ in gpu_all.PARTS.values()]
-    assert sum(seconds[:6]) <= 25 * 60
-
-
 def test_a_part_that_hangs_is_ended(tmp_path):
     assert gpu_all.run("-c 'import time; time.sleep(60)'", tmp_path / "log", limit=0.5) is None
     assert gpu_all.run("-c 'print(1); raise SystemExit(3)'", tmp_path / "log", limit=30) == 3
@@ -155,16 +149,6 @@ def test_precisions_compare_what_is_resumed(monkeypatch, capsys, tmp_path):
     assert precisions.weights(checkpoint.parents[1]) != before
 
 
-@pytest.mark.parametrize("configurations", [prediction.ON_A_CPU, prediction.ON_A_GPU])
-def test_at_least_eight_configurations_are_compared(configurations):
-    assert len(set(configurations)) == len(configurations) >= 8
-    for name, *flags in map(shlex.split, configurations):
-        args = importlib.import_module(Path(name).stem).parse_args([*flags, "--dataset_name", "any"])
-        images = 640 if args.resolution <= 64 else 64
-        assert args.train_batch_size * args.gradient_accumulation_steps <= images
-        assert args.global_batch_size is None
-
-
 @pytest.mark.parametrize("ema", ["none", "script", "diffusers"])
 def test_bare_loops_train(ema):
     """Each makes the updates of a plain loop."""
@@ -212,18 +196,6 @@ def test_bare_loops_train_edm2(forced):
                 layer.weight.data /= rows.square().mean(1).sqrt().view(-1, *[1] * (layer.weight.ndim - 1))
     for own, expected in zip(loop.trained.parameters(), denoiser.parameters()):
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_checkpointing_keeps_less():
-    task = make_task("train_edm2.py", "digits16")
-    off, on = (
-        bare_loop.BareLoop(task, bare_loop.Switches(checkpointing=checkpointing), 8, torch.device("cpu"))
-        for checkpointing in (False, True)
-    )
-    assert on.activation_bytes() < 0.5 * off.activation_bytes()
-    assert off.activation_bytes() <= off.update_bytes()
-    assert on.update_bytes() < off.update_bytes()
 
 
 def test_peak_memory_is_the_most_at_once():

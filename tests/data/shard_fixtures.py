@@ -4,8 +4,6 @@ import pytest
 from shard_files import write_shards
 
 from utils.data import shards
-from utils.data.dataset import load_images
-from utils.options.flags import DataOptions
 
 
 @pytest.fixture(scope="module")
@@ -14,12 +12,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def load(tmp_path, monkeypatch):
+def load(opened, monkeypatch):
     monkeypatch.setattr(shards, "WAITS", (0.01, 0.01))
     monkeypatch.setattr(shards, "RANGE_WAITS", ())
-
-    def load_with_cache(name, **options):
-        options = {"resolution": 8, "cache_dir": str(tmp_path / "cache"), "streaming": True, **options}
-        return load_images(DataOptions(dataset_name=str(name), **options))
-
-    return load_with_cache
+    return lambda name, **options: opened(**{"dataset_name": str(name), "streaming": True} | options)

@@ -19,12 +19,8 @@ LABELS = np.arange(10) % 3
 
 
 @pytest.fixture
-def load(tmp_path):
-    def load_with_cache(name, **options):
-        options = {"resolution": "12x8", "cache_dir": str(tmp_path / "cache"), **options}
-        return load_images(DataOptions(dataset_name=str(name), **options))
-
-    return load_with_cache
+def load(opened):
+    return lambda name, **options: opened(dataset_name=str(name), resolution="12x8", **options)
 
 
 @pytest.mark.parametrize("cache_images", ["yes", "no"])

@@ -19,9 +19,7 @@ from utils.core.errors import UserError
 from utils.core.size import Size
 from utils.data import cache as packing
 from utils.data.cache import PackedImages, pack_once
-from utils.data.dataset import load_images
 from utils.data.decode import ImageFile, ImagePreparation
-from utils.options.flags import DataOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREPARE = ImagePreparation(Size(4, 4), 3, False, "white", 255)
@@ -42,13 +40,9 @@ def reader(folder: Path):
 
 
 @pytest.fixture
-def load(tmp_path):
-    def load_with_cache(**options):
-        folder, cache = str(tmp_path / "images"), str(tmp_path / "cache")
-        return load_images(DataOptions(**{"train_data_dir": folder, "cache_dir": cache, "resolution": 4, **options}))
-
-    write_images(tmp_path / "images")
-    return load_with_cache
+def load(opened, tmp_path):
+    folder = write_images(tmp_path / "images")
+    return lambda **options: opened(**{"train_data_dir": str(folder), "resolution": 4} | options)
 
 
 def caches(tmp_path) -> set[str]:
@@ -86,15 +80,15 @@ def result(process: subprocess.Popen):
 
 
 @pytest.mark.slow
-def test_processes_that_start_together_pack_once_and_later_ones_reuse_it(load, tmp_path):
-    together = [result(process) for process in [start_loading(tmp_path) for _ in range(3)]]
+def test_processes_that_start_together_pack_once_and_later_ones_reuse_it(load, tmp_path, monkeypatch):
+    together = [result(process) for process in [start_loading(tmp_path) for _ in range(2)]]
     assert sum(packed for _, packed, _ in together) == 1
     assert len({fingerprint for fingerprint, _, _ in together}) == 1
+    monkeypatch.setattr(packing, "_write", lambda *arguments: pytest.fail("packed again"))
     images = load()
     assert images.fingerprint == together[0][0] and caches(tmp_path) == {images.fingerprint}
     for _, _, pixels in together:
         assert np.array_equal(pixels, images.fetch(range(5)))
-    assert result(start_loading(tmp_path))[1] == 0
 
 
 def test_options_and_files_that_matter_give_another_cache(load, tmp_path):
@@ -141,30 +135,6 @@ def test_a_damaged_cache_is_made_again(name, damage, load, tmp_path):
     else:
         file.unlink()
     assert np.array_equal(load().fetch(range(5)), pixels)
-
-
-KILL_CODE = """
-import os, signal, sys
-from pathlib import Path
-sys.path[:0] = ["tests", "tests/data"]
-from test_cache import PREPARE, reader
-from utils.data.cache import pack_once
-folder = Path(sys.argv[2])
-def progress(done, count):
-    os.kill(os.getpid(), signal.SIGKILL)
-pack_once(folder, 5, reader(Path(sys.argv[1])), PREPARE, progress)
-"""
-
-
-def test_a_killed_packer_leaves_nothing_that_blocks_or_is_taken_for_a_cache(tmp_path):
-    images = write_images(tmp_path / "images")
-    folder = tmp_path / "cache" / "abc"
-    killed = subprocess.run([sys.executable, "-c", KILL_CODE, images, folder], cwd=REPOSITORY, timeout=120)
-    assert killed.returncode == -signal.SIGKILL
-    assert not folder.exists() and folder.with_name("abc.tmp").exists()
-    packed = pack_once(folder, 5, reader(images), PREPARE)
-    assert len(packed) == 5 and packed.fetch(np.arange(5), None).shape == (5, 3, 4, 4)
-    assert sorted(path.name for path in folder.parent.iterdir()) in (["abc"], ["abc", "abc.lock"])
 
 
 def test_a_cache_remembers_its_bad_images_and_serves_those_who_allow_them(load, tmp_path, monkeypatch):
@@ -273,7 +243,7 @@ def test_few_images_need_few_processes(tmp_path, monkeypatch, platform, cores, c
     assert len(ids) == started
 
 
-ORPHANS_CODE = """
+KILLED_CODE = """
 import os, signal, sys
 from pathlib import Path
 sys.path[:0] = ["tests", "tests/data"]
@@ -291,13 +261,16 @@ packing.pack_once(Path(sys.argv[2]), 40, reader(Path(sys.argv[1])), PREPARE, lam
 """
 
 
-def test_the_processes_of_a_killed_packer_end_and_free_the_lock(tmp_path):
-    images = write_images(tmp_path / "images", count=40)
-    command = [sys.executable, "-c", ORPHANS_CODE, images, tmp_path / "abc"]
+def test_a_killed_packer_leaves_no_process_no_lock_and_nothing_that_is_taken_for_a_cache(tmp_path):
+    images, folder = write_images(tmp_path / "images", count=40), tmp_path / "cache" / "abc"
+    command = [sys.executable, "-c", KILLED_CODE, images, folder]
     killed = subprocess.run(command, cwd=REPOSITORY, timeout=120, stdout=subprocess.PIPE)
+    # Its processes hold the other end of the pipe, so `run` has returned after the last of them, and their lock is free.
     assert killed.returncode == -signal.SIGKILL and killed.stdout.split()
-    # They hold the other end of the pipe, so `run` has returned after the last of them, and their lock is free.
-    FileLock(tmp_path / "abc.lock").acquire(timeout=0).lock.release()
+    FileLock(folder.with_name("abc.lock")).acquire(timeout=0).lock.release()
+    assert not folder.exists() and folder.with_name("abc.tmp").exists()
+    assert pack_once(folder, 40, reader(images), PREPARE).fetch(np.arange(40), None).shape == (40, 3, 4, 4)
+    assert sorted(path.name for path in folder.parent.iterdir()) in (["abc"], ["abc", "abc.lock"])
 
 
 def test_order_is_kept_over_many_chunks(tmp_path):

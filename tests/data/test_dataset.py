@@ -17,7 +17,7 @@ from PIL import Image
 
 from utils.core.errors import UserError
 from utils.data.bad_images import UndecodableImage
-from utils.data.dataset import content_fingerprint, load_images
+from utils.data.dataset import content_fingerprint
 from utils.data.sources import open_dataset
 from utils.options.flags import DataOptions
 
@@ -51,12 +51,8 @@ def image_folder(folder: Path, names=("ant", "bee")) -> Path:
 
 
 @pytest.fixture
-def load(tmp_path):
-    def load_with_cache(dataset_name=None, **options):
-        options = {"resolution": 8, "cache_dir": str(tmp_path / "cache"), **options}
-        return load_images(DataOptions(dataset_name=dataset_name, **options))
-
-    return load_with_cache
+def load(opened):
+    return lambda dataset_name=None, **options: opened(dataset_name=dataset_name, **options)
 
 
 def in_new_process(code: str, **environment) -> dict:
@@ -127,64 +123,47 @@ def test_image_folder_with_classes(load, tmp_path):
 
 HUB_CODE = """
 import json
-from utils.data.bad_images import UndecodableImage
-from utils.data.dataset import content_fingerprint, load_images
-from utils.options.flags import DataOptions
-options = DataOptions(dataset_name="someone/pictures", dataset_config_name="default", dataset_revision="main", resolution=8)
-images = load_images(options)
-print(json.dumps([images.fetch(range(6)).tolist(), images.labels.tolist(), images.fingerprint, images.description]))
-"""
-
-
-@pytest.mark.slow
-def test_hub_name_downloads_once_and_then_works_offline(tmp_path):
-    repository = tmp_path / "repository"
-    repository.mkdir()
-    make_dataset().to_parquet(repository / "train.parquet")
-    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    with hub_stand_in("someone/pictures", repository) as (address, requests):
-        first = in_new_process(HUB_CODE, HF_ENDPOINT=address, **environment)
-        assert sum(path.endswith("/train.parquet") for path in requests) >= 1
-    assert np.array_equal(first[0], expected_pixels()) and first[1] == LABELS
-    assert "someone/pictures (config default, split train, revision main): 6 images" in first[3]
-    packed = list((tmp_path / "home" / "datasets" / "steady_diffusion").glob("*/pixels.bin"))
-    assert [path.parent.name for path in packed] == [first[2]]
-    again = in_new_process(HUB_CODE, HF_ENDPOINT=address, HF_HUB_OFFLINE="1", **environment)
-    assert again == first
-
-
-ARCHIVES_CODE = """
-import json
 from utils.data.dataset import load_images
 from utils.options.flags import DataOptions
-found = []
+options, found = {"dataset_name": "someone/photos", "dataset_config_name": "default", "dataset_revision": "main"}, []
 for split in ("train", "validation", "test[1:]"):
-    images = load_images(DataOptions(dataset_name="someone/photos", dataset_split=split, resolution=8))
+    images = load_images(DataOptions(**options, dataset_split=split, resolution=8))
     labels = None if images.labels is None else images.labels.tolist()
-    found.append([images.fetch(range(len(images))).tolist(), labels, images.class_names, images.notes[:-1]])
+    pixels = images.fetch(range(len(images))).tolist()
+    found.append([pixels, labels, images.class_names, images.notes[:-1], images.description, images.fingerprint])
 print(json.dumps(found))
 """
 
 
 @pytest.mark.slow
-def test_image_folders_of_the_hub_that_are_archives(tmp_path):
-    repository, environment = tmp_path / "repository", {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    (repository / "data").mkdir(parents=True)
-    (repository / "README.md").write_text("photos")
+@pytest.mark.parametrize("kind", ["zip", "parquet"])
+def test_a_dataset_of_the_hub_is_downloaded_once_and_then_works_offline(kind, tmp_path):
+    folder, environment = tmp_path / "repository", {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text("photos")
     layouts = {"train": ["in/ant/0", "in/bee/1"], "val": ["in/ant/2", "in/bee/3"], "test": ["4", "5"]}
     for split, names in layouts.items():
-        with zipfile.ZipFile(repository / "data" / f"{split}.zip", "w") as archive:
+        if kind == "parquet":
+            make_dataset().select([int(name[-1]) for name in names]).to_parquet(folder / "data" / f"{split}.parquet")
+            continue
+        with zipfile.ZipFile(folder / "data" / f"{split}.zip", "w") as archive:
             for name in names:
                 archive.writestr(f"{name}.png", encoded(PIXELS[int(name[-1])]))
             archive.writestr("notes.txt", "")
-    with hub_stand_in("someone/photos", repository) as (address, _):
-        found = in_new_process(ARCHIVES_CODE, HF_ENDPOINT=address, **environment)
-    pixels = expected_pixels()
-    for (shown, labels, names, notes), rows in zip(found, ([0, 1], [2, 3], [5])):
-        assert np.array_equal(shown, pixels[rows])
-        assert (labels, names) == ((None, None) if rows == [5] else ([0, 1], ["ant", "bee"]))
-        assert notes == [f"{len(rows)} of {len(rows) + 1} files used: 1 .txt"] or rows == [5]
-    assert in_new_process(ARCHIVES_CODE, HF_ENDPOINT=address, HF_HUB_OFFLINE="1", **environment) == found
+    with hub_stand_in("someone/photos", folder) as (address, _):
+        found = in_new_process(HUB_CODE, HF_ENDPOINT=address, **environment)
+    for (shown, labels, names, notes, *_), rows in zip(found, ([0, 1], [2, 3], [5])):
+        assert np.array_equal(shown, expected_pixels()[rows])
+        if kind == "parquet":
+            assert labels == [LABELS[row] for row in rows] and names == ["ant", "bee", "cow"]
+        else:
+            assert (labels, names) == ((None, None) if rows == [5] else ([0, 1], ["ant", "bee"]))
+            assert notes == [f"{len(rows)} of {len(rows) + 1} files used: 1 .txt"] or rows == [5]
+    assert "someone/photos (config default, split train, revision main): 2 images" in found[0][4]
+    packed = {path.parent.name for path in (tmp_path / "home" / "datasets" / "steady_diffusion").glob("*/pixels.bin")}
+    assert packed == {one[5] for one in found}
+    again = in_new_process(HUB_CODE, HF_ENDPOINT=address, HF_HUB_OFFLINE="1", **environment)
+    assert [one[:5] for one in again] == [one[:5] for one in found] and (again == found or kind == "zip")
 
 
 def test_split_slices_and_max_images(load, tmp_path):
@@ -238,9 +217,8 @@ def test_columns_are_found_named_and_listed(load, tmp_path):
     assert named.labels.tolist() == [1, 0, 2, 0, 1, 2] and named.class_names == ["a", "b", "c"]
     listed = r"thumbnail \(Image\), jpg \(Image\), fine_label \(int32\), coarse \(string\), unknown \(int64\)"
     for option in ({"image_column": "picture"}, {"image_column": "coarse_"}, {"label_column": "label"}):
-        with pytest.raises(
-            UserError, match=rf"--{next(iter(option))} {next(iter(option.values()))}: .* no such column\n.*{listed}"
-        ):
+        [(name, value)] = option.items()
+        with pytest.raises(UserError, match=rf"--{name} {value}: .* no such column\n.*{listed}"):
             load(path, **option)
     with pytest.raises(UserError, match=rf"--image_column fine_label: this column has no images\n.*{listed}"):
         load(path, image_column="fine_label")
@@ -259,14 +237,12 @@ def test_wrong_sources_are_one_clear_line(load, tmp_path):
     (tmp_path / "nothing" / "notes.md").write_text("no images here")
     (tmp_path / "a.xyz").write_text("")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 but not really")
+    no_split = "--dataset_split test: .*no such split\n.*'train'"
     cases = [
         ({}, "no dataset was given\nset --dataset_name"),
-        (
-            {"dataset_name": str(tmp_path / "saved"), "dataset_split": "test"},
-            "--dataset_split test: .*no such split\n.*'train'",
-        ),
+        ({"dataset_name": str(tmp_path / "saved"), "dataset_split": "test"}, no_split),
         ({"dataset_name": str(tmp_path / "a.parquet"), "dataset_split": "tset"}, "it has no split tset\n.*train"),
-        ({"dataset_name": "digits", "dataset_split": "test"}, "--dataset_split test: .*no such split\n.*'train'"),
+        ({"dataset_name": "digits", "dataset_split": "test"}, no_split),
         ({"dataset_name": str(tmp_path / "empty.parquet")}, "corresponds to no data"),
         ({"dataset_name": "digits", "max_train_images": 0}, "has no images"),
         ({"dataset_name": str(tmp_path / "text")}, r"no column that looks like images\n.*text \(string\), number \(int64\)"),
@@ -303,53 +279,36 @@ def test_a_dataset_s_own_code_is_not_run(load, tmp_path):
         load(str(tmp_path / "saved"))
 
 
-@pytest.mark.parametrize(("height", "width"), [(30, 38), (38, 30), (16, 16), (9, 100), (200, 31)])
+SIDES = [*((12, sides) for sides in [(30, 39), (39, 30), (16, 16), (9, 100), (200, 31)])]
+SIDES += [("24x16", sides) for sides in [(30, 38), (60, 20), (20, 60), (24, 16), (48, 33), (5, 3)]]
+
+
+@pytest.mark.parametrize(("resolution", "sides"), SIDES)
 @pytest.mark.parametrize("cache_images", ["yes", "no"])
-def test_resize_and_crop_follow_torchvision(height, width, cache_images, load, tmp_path):
-    """torchvision.transforms.Resize(12), CenterCrop(12) and RandomCrop(12), written out."""
-    pixels = GENERATOR.integers(0, 256, (height, width, 3), dtype=np.uint8)
+def test_resize_and_crop_follow_torchvision(resolution, sides, cache_images, load, tmp_path):
+    """Resize, CenterCrop and RandomCrop written out: by the smaller scale that covers it, then cut where there is room."""
+    pixels = GENERATOR.integers(0, 256, (*sides, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    short, long = sorted((height, width))
-    size = (12, int(12 * long / short)) if height == short else (int(12 * long / short), 12)
+    height, width = (12, 12) if resolution == 12 else (24, 16)
+    scale = max(Fraction(height, sides[0]), Fraction(width, sides[1]))
+    size = int(scale * sides[0]), int(scale * sides[1])
     resized = np.asarray(Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    windows = np.lib.stride_tricks.sliding_window_view(resized, (height, width), axis=(1, 2))
+    rows, columns = windows.shape[1:3]
+    assert min(rows, columns) == 1
 
-    options = {"train_data_dir": str(tmp_path), "resolution": 12, "cache_images": cache_images}
+    options = {"train_data_dir": str(tmp_path), "resolution": resolution, "cache_images": cache_images}
     images = load(**options)
-    center = resized[:, round((size[0] - 12) / 2.0) :, round((size[1] - 12) / 2.0) :][:, :12, :12]
-    assert np.array_equal(load(**options, center_crop=True).fetch([0])[0], center)
-    assert np.array_equal(images.fetch([0])[0], center)
-    positions = (size[0] - 11) * (size[1] - 11)
-    uniforms = np.stack(
-        np.meshgrid((np.arange(size[0] - 11) + 0.5) / (size[0] - 11), np.arange(size[1] - 11) / (size[1] - 11), indexing="ij"),
-        -1,
-    )
-    crops = images.fetch(np.zeros(positions, int), uniforms.reshape(-1, 2).astype(np.float32) + np.float32(1e-6))
-    windows = np.lib.stride_tricks.sliding_window_view(resized, (12, 12), axis=(1, 2))
-    assert np.array_equal(crops, windows.transpose(1, 2, 0, 3, 4).reshape(-1, 3, 12, 12))
-    last = np.full((1, 2), np.nextafter(np.float32(1), np.float32(0)), np.float32)
-    assert np.array_equal(images.fetch([0], last)[0], windows[:, -1, -1])
-
-
-@pytest.mark.parametrize(("height", "width"), [(30, 38), (60, 20), (20, 60), (24, 16), (48, 33), (5, 3)])
-@pytest.mark.parametrize("cache_images", ["yes", "no"])
-def test_images_just_cover_a_size_that_is_not_square(height, width, cache_images, load, tmp_path):
-    """24x16 by the smaller of the two scales that cover it, then cut in the one direction that has room."""
-    pixels = GENERATOR.integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    scale = max(Fraction(24, height), Fraction(16, width))
-    size = (int(scale * height), int(scale * width))
-    assert min(size[0] - 24, size[1] - 16) == 0
-    resized = np.asarray(Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BILINEAR)).transpose(2, 0, 1)
-
-    options = {"train_data_dir": str(tmp_path), "resolution": "24x16", "cache_images": cache_images}
-    images = load(**options)
-    top, left = round((size[0] - 24) / 2.0), round((size[1] - 16) / 2.0)
-    assert images.shape == (3, 24, 16)
+    assert images.shape == (3, height, width)
+    center = windows[:, round((rows - 1) / 2), round((columns - 1) / 2)]
     for packed in (images, load(**options, center_crop=True)):
-        assert np.array_equal(packed.fetch([0])[0], resized[:, top : top + 24, left : left + 16])
-    last = np.full((1, 2), np.nextafter(np.float32(1), np.float32(0)), np.float32)
-    assert np.array_equal(images.fetch([0], np.zeros((1, 2), np.float32))[0], resized[:, :24, :16])
-    assert np.array_equal(images.fetch([0], last)[0], resized[:, -24:, -16:])
+        assert np.array_equal(packed.fetch([0])[0], center)
+    places = np.stack(np.meshgrid((np.arange(rows) + 0.5) / rows, np.arange(columns) / columns, indexing="ij"), -1)
+    crops = images.fetch(np.zeros(rows * columns, int), places.reshape(-1, 2).astype(np.float32) + np.float32(1e-6))
+    assert np.array_equal(crops, windows.transpose(1, 2, 0, 3, 4).reshape(-1, 3, height, width))
+    first, last = (np.full((1, 2), place, np.float32) for place in (0, np.nextafter(np.float32(1), np.float32(0))))
+    assert np.array_equal(images.fetch([0], first)[0], windows[:, 0, 0])
+    assert np.array_equal(images.fetch([0], last)[0], windows[:, -1, -1])
 
 
 def every_kind_of_file(folder: Path) -> Path:
@@ -385,8 +344,7 @@ def test_decoding_without_a_cache_gives_the_same_pixels(options, load, tmp_path)
 def test_conversions_are_told_and_done(load, tmp_path):
     folder = every_kind_of_file(tmp_path / "files")
     images = load(train_data_dir=str(folder), resolution=20)
-    counts = {note.split(":")[0] for note in images.notes[:-1]}
-    assert counts == {
+    assert {note.split(":")[0] for note in images.notes[:-1]} == {
         "1 image with several frames (animated or paged)",
         "3 images with more than 8 bits per channel",
         "3 images with transparency",

@@ -1,6 +1,7 @@
 """Columns of images as people have them: right pixels packed, not packed and streamed, and the doctor reads the same."""
 
 import base64
+import os
 import re
 from pathlib import Path
 
@@ -94,17 +95,17 @@ RANGES = {"lists of numbers": [0, 255], "lists of floats": [0, 1], "numbers as t
 
 
 @pytest.fixture
-def load(tmp_path):
+def load(opened, tmp_path):
     (tmp_path / "data").mkdir()
     for name, file in zip(NAMES, FILES):
         (tmp_path / "data" / name).write_bytes(file)
 
     def load_table(make, **options):
+        """`make`: None for the table that is there."""
         path = tmp_path / "data" / "train.parquet"
-        pq.write_table(make(path.parent), path, row_group_size=4)
-        return load_images(
-            DataOptions(**{"dataset_name": str(path), "resolution": 8, "cache_dir": str(tmp_path / "cache"), **options})
-        )
+        if make is not None:
+            pq.write_table(make(path.parent), path, row_group_size=4)
+        return opened(dataset_name=str(path), **options)
 
     return load_table
 
@@ -126,9 +127,10 @@ def test_the_pixels_are_right_for_the_run_and_for_the_doctor(kind, load, tmp_pat
 
 @pytest.mark.parametrize("more", [{}, {"cache_images": "no"}, {"streaming": True}])
 def test_another_content_of_a_named_file_is_seen(more, load, tmp_path):
-    assert np.array_equal(load(COLORED["file URI"], **more).fetch([2])[0], COLOR[2].transpose(2, 0, 1))
-    (tmp_path / "data" / NAMES[2]).write_bytes(encoded(255 - COLOR[2]))
-    assert np.array_equal(load(COLORED["file URI"], **more).fetch([2])[0], 255 - COLOR[2].transpose(2, 0, 1))
+    for time, (make, changed) in enumerate([(COLORED["file URI"], COLOR[2]), (None, 255 - COLOR[2])]):  # files of one size
+        (tmp_path / "data" / NAMES[2]).write_bytes(encoded(changed, "BMP"))
+        os.utime(tmp_path / "data" / NAMES[2], (time, time))
+        assert np.array_equal(load(make, **more).fetch([2])[0], changed.transpose(2, 0, 1))
 
 
 def test_a_row_without_an_image_is_named_and_replaced(load):

@@ -15,8 +15,7 @@ from PIL import Image
 from utils.core.errors import UserError
 from utils.data import stored_files
 from utils.data.bad_images import UndecodableImage
-from utils.data.dataset import content_fingerprint, load_images
-from utils.options.flags import DataOptions
+from utils.data.dataset import content_fingerprint
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
 
@@ -51,12 +50,8 @@ def archive(folder: Path, path: Path, prefix: str = "") -> Path:
 
 
 @pytest.fixture
-def load(tmp_path):
-    def load_with_cache(source, **options):
-        options = {"train_data_dir": str(source), "resolution": 8, "cache_dir": str(tmp_path / "cache"), **options}
-        return load_images(DataOptions(**options))
-
-    return load_with_cache
+def load(opened):
+    return lambda source, **options: opened(train_data_dir=str(source), **options)
 
 
 def shown(images) -> list[int]:

@@ -76,15 +76,19 @@ def test_order_is_a_function_of_the_sample_number_alone(labels):
     assert torch.equal(pickle.loads(pickle.dumps(order)).indices(torch.arange(500)), together)
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
+def write(folder, classes):
+    """20 images of different sizes, in folders of 20 / `classes` each."""
     generator = np.random.default_rng(0)
     for number in range(20):
-        (folder / "images" / str(number % 2)).mkdir(parents=True, exist_ok=True)
-        pixels = generator.integers(0, 256, (8, 8 + number, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / "images" / str(number % 2) / f"{number:02}.png")
-    return load_images(DataOptions(train_data_dir=str(folder / "images"), cache_dir=str(folder / "cache"), resolution=8))
+        path = folder / str(number * classes // 20) / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (8, 8 + number, 3), dtype=np.uint8)).save(path)
+    return {"train_data_dir": str(folder), "cache_dir": str(folder.with_name("cache")), "resolution": 8}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return load_images(DataOptions(**write(tmp_path_factory.mktemp("data") / "images", 2)))
 
 
 def micro_batches(images, order=None, split=None, first_step=0, steps=6, **options):
@@ -166,21 +170,20 @@ def test_without_shared_memory_the_process_reads_itself(place, free, said, image
     assert not started and said in capsys.readouterr().err
 
 
+def with_damage(folder, rows, **options):
+    """40 black images, of which these rows cannot be decoded."""
+    for row in range(40):
+        path = folder / f"{row:02}.png"
+        path.write_bytes(b"damaged") if row in rows else Image.new("RGB", (8, 8)).save(path)
+    options |= {"resolution": 8, "cache_images": "no", "cache_dir": str(folder / "c")}
+    return load_images(DataOptions(train_data_dir=str(folder), **options))
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_all_batches_before_an_undecodable_image_come(num_workers, tmp_path):
     order, number = SampleOrder(40, 0), 21
     broken = int(order.indices(torch.tensor([number])))
-    for image in range(40):
-        Image.new("RGB", (8, 8)).save(tmp_path / f"{image:02}.png")
-    (tmp_path / f"{broken:02}.png").write_bytes(b"damaged")
-    options = {"resolution": 8, "cache_images": "no", "cache_dir": str(tmp_path / "c")}
-    batches = training_batches(
-        load_images(DataOptions(train_data_dir=str(tmp_path), **options)),
-        order,
-        BatchSplit(1),
-        range(40),
-        num_workers=num_workers,
-    )
+    batches = training_batches(with_damage(tmp_path, [broken]), order, BatchSplit(1), range(40), num_workers=num_workers)
     seen = []
     with pytest.raises(UserError, match=rf"{broken:02}\.png \(row {broken}, column 'image'\): not an image") as caught:
         seen.extend(int(batch["sample_numbers"]) for batch in batches)
@@ -192,19 +195,8 @@ def test_all_batches_before_an_undecodable_image_come(num_workers, tmp_path):
 def test_bad_images_that_a_worker_met_before_too_many_are_known(together, tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "_TOGETHER", together)
     order = SampleOrder(40, 0)
-    for image in range(40):
-        Image.new("RGB", (8, 8)).save(tmp_path / f"{image:02}.png")
     broken = order.indices(torch.tensor([8, 9, 20])).tolist()
-    for image in broken:
-        (tmp_path / f"{image:02}.png").write_bytes(b"damaged")
-    options = {
-        "resolution": 8,
-        "cache_images": "no",
-        "cache_dir": str(tmp_path / "c"),
-        "on_bad_image": "replace",
-        "max_bad_images": 2,
-    }
-    images = load_images(DataOptions(train_data_dir=str(tmp_path), **options))
+    images = with_damage(tmp_path, broken, on_bad_image="replace", max_bad_images=2)
     with pytest.raises(UserError, match="3 or more images"):
         list(training_batches(images, order, BatchSplit(1), range(40), num_workers=1))
     assert sorted(images.bad_images) == sorted(broken[:2])
@@ -222,16 +214,10 @@ def test_micro_batches_that_are_fetched_together_are_those_of_each_alone(images,
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
     """Opens 20 images in four classes, of which 3 cannot be decoded."""
-    folder = tmp_path_factory.mktemp("damaged")
-    generator = np.random.default_rng(0)
-    for number in range(20):
-        (folder / "images" / str(number // 5)).mkdir(parents=True, exist_ok=True)
-        pixels = generator.integers(0, 256, (8, 8 + number, 3), dtype=np.uint8)
-        path = folder / "images" / str(number // 5) / f"{number:02}.png"
-        Image.fromarray(pixels).save(path)
-        if number in (4, 5, 19):
-            path.write_bytes(path.read_bytes()[:100])
-    options = {"train_data_dir": str(folder / "images"), "cache_dir": str(folder / "cache"), "resolution": 8}
+    options = write(folder := tmp_path_factory.mktemp("damaged") / "images", 4)
+    for number in (4, 5, 19):
+        path = folder / str(number // 5) / f"{number:02}.png"
+        path.write_bytes(path.read_bytes()[:100])
     return lambda **more: load_images(DataOptions(**options, on_bad_image="replace", **more))
 
 
@@ -272,8 +258,12 @@ class Images:
     def fetch(self, indices, crop):
         return np.zeros((len(indices), 1, 2, 2), np.uint8)
 
-batches = training_batches(Images(), SampleOrder(10, 0), BatchSplit(2), range(10**6), num_workers=2)
-next(batches)
+def begun():
+    batches = training_batches(Images(), SampleOrder(10, 0), BatchSplit(2), range(10**6), num_workers=2)
+    next(batches)
+    return batches
+
+batches = begun()
 workers = multiprocessing.active_children()
 assert len(workers) == 2
 """
@@ -286,7 +276,8 @@ def run(code: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_workers_survive_the_signals_that_a_launcher_sends():
+def test_workers_survive_the_signals_of_a_launcher_which_still_reach_the_main_process():
+    """And a worker that starts after its main process was killed ends."""
     code = """
 for worker in workers:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -294,23 +285,6 @@ for worker in workers:
 for _ in range(200):
     next(batches)
 assert all(worker.is_alive() for worker in workers)
-batches.close()
-assert not multiprocessing.active_children()
-assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == set()
-print("fine")
-"""
-    finished = run(code)
-    assert finished.stdout == "fine\n" and finished.returncode == 0, finished.stderr
-
-
-@pytest.mark.slow
-def test_a_signal_to_the_main_process_is_still_delivered():
-    assert run("os.kill(os.getpid(), signal.SIGTERM)\nnext(batches)").returncode == -signal.SIGTERM
-
-
-@pytest.mark.slow
-def test_a_worker_that_starts_after_its_main_process_was_killed_ends():
-    code = """
 from utils.data.loader import _start_worker
 for main_process in (os.getpid(), os.getpid() + 1):
     worker = multiprocessing.get_context("fork").Process(target=_start_worker, args=(0, main_process))
@@ -318,8 +292,15 @@ for main_process in (os.getpid(), os.getpid() + 1):
     worker.join()
     print(worker.exitcode)
 batches.close()
+assert not multiprocessing.active_children()
+assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == set()
+batches = begun()
+print("fine", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+next(batches)
 """
-    assert run(code).stdout == "0\n1\n"
+    finished = run(code)
+    assert finished.stdout == "0\n1\nfine\n" and finished.returncode == -signal.SIGTERM, finished.stderr
 
 
 @pytest.mark.slow

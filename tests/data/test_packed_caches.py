@@ -20,15 +20,10 @@ DAY = 86400
 
 
 @pytest.fixture
-def load(tmp_path):
-    def load_with_cache(resolution):
-        return load_images(
-            DataOptions(train_data_dir=str(tmp_path / "p"), cache_dir=str(tmp_path / "c"), resolution=resolution)
-        )
-
+def load(opened, tmp_path):
     (tmp_path / "p").mkdir()
     Image.new("RGB", (9, 9), "red").save(tmp_path / "p" / "1.png")
-    return load_with_cache
+    return lambda resolution: opened(train_data_dir=str(tmp_path / "p"), cache_dir=str(tmp_path / "c"), resolution=resolution)
 
 
 def used(folder: Path, days: float) -> None:

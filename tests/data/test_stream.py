@@ -1,7 +1,5 @@
 """Streamed parquet shards: the same pixels and updates as of packed ones."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -56,28 +54,6 @@ def test_images_that_cannot_be_decoded(tmp_path, load):
     assert packed.replacements() == streamed.replacements() == {12: 14, 13: 14, 30: 31}
     with pytest.raises(UserError, match=r"at row 12, column 'image' of train-00000.parquet"):
         load(folder).fetch([12])
-
-
-@pytest.mark.parametrize("kind", ["texts", "structs"])
-def test_images_that_a_column_names_begin_at_its_file_and_are_read_again_when_they_change(kind, tmp_path, load):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    (tmp_path / "shards" / "photos").mkdir(parents=True)
-    names = [f"photos/{number}.png" for number in range(12)]
-    for number, name in enumerate(names):
-        (tmp_path / "shards" / name).write_bytes(png(number))
-    column = names if kind == "texts" else [{"bytes": None, "path": name} for name in names]
-    pq.write_table(pa.table({"image": column}), tmp_path / "shards" / "train.parquet", row_group_size=5)
-    how = {} if kind == "texts" else {"image_column": "image"}
-    before = load(tmp_path / "shards" / "train.parquet", **how)
-    pixels = before.fetch(np.arange(12))
-    assert (pixels == load(tmp_path / "shards" / "train.parquet", streaming=False, **how).fetch(np.arange(12))).all()
-    assert load(tmp_path / "shards" / "train.parquet", **how).fingerprint == before.fingerprint
-    (tmp_path / "shards" / names[7]).write_bytes(png(99))
-    os.utime(tmp_path / "shards" / names[7], (1, 1))
-    changed = load(tmp_path / "shards" / "train.parquet", **how).fetch(np.arange(12))
-    assert (changed != pixels).any(axis=(1, 2, 3)).nonzero()[0].tolist() == [7]
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,18 @@
 import os
 import pickle
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hub_stand_in import hub_stand_in
 from shard_files import SHARDS, web_server, write_shards, write_tars
+from test_dataset import in_new_process
 
 from utils.core.errors import UserError
 from utils.data import loader, shard_formats, shards
 
 pytest_plugins = ("shard_fixtures",)
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_a_shard_that_changed_is_refused(tmp_path, load):
@@ -175,11 +172,9 @@ def test_shards_of_the_hub(folder, load, tmp_path):
         (tmp_path / "repository" / "data" / name).write_bytes(path.read_bytes())
     with hub_stand_in("me/shards", tmp_path / "repository") as (address, _):
         code = (
-            "import sys; from utils.data.dataset import load_images; from utils.options.flags import DataOptions\n"
+            "import json; from utils.data.dataset import load_images; from utils.options.flags import DataOptions\n"
             f"o = dict(dataset_name='me/shards', resolution=8, cache_dir={str(tmp_path)!r}, streaming=True)\n"
-            "images = load_images(DataOptions(**o)); print(len(images), images.fetch([60]).sum())"
+            "images = load_images(DataOptions(**o)); print(json.dumps([len(images), int(images.fetch([60]).sum())]))"
         )
-        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
-        answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=REPOSITORY)
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.split() == ["75", str(load(folder, streaming=False).fetch([60]).sum())]
+        answer = in_new_process(code, HF_ENDPOINT=address, HF_HOME=str(tmp_path / "hf"))
+    assert answer == [75, load(folder, streaming=False).fetch([60]).sum()]

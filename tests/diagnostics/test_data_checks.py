@@ -1,7 +1,5 @@
 """The checks of the images: a planted fault each, and silence about healthy ones."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -9,6 +7,8 @@ from PIL import Image, ImageDraw
 from test_data_check import image_set, planes, scenes
 
 import diagnose
+from benchmarks.doctor.sets import damages
+from benchmarks.doctor.sets.pictures import Pictures
 from utils.diagnostics.data_checks import checks, copies, recognition
 from utils.diagnostics.data_checks.changed import changed as check_of_changes
 from utils.diagnostics.data_checks.labels import contradicted as labels_check
@@ -35,54 +35,11 @@ def enlarged(filter):
     return np.stack([resized(resized(image, 16, Image.Resampling.BOX), 32, filter) for image in SCENES])
 
 
-def compressed(quality=8):
-    changed = []
-    for image in SCENES:
-        file = io.BytesIO()
-        Image.fromarray(image).save(file, "JPEG", quality=quality)
-        changed.append(np.asarray(Image.open(file)))
-    return np.stack(changed)
-
-
-def with_bars():
-    images = SCENES.copy()
-    images[:, :4], images[:, -4:] = 0, 0
-    return images
-
-
-def with_mark():
-    images = SCENES.astype(int)
-    images[:, 10:20:3, 8:24] += 40
-    return np.clip(images, 0, 255).astype(np.uint8)
-
-
-def without_blue():
-    return SCENES * np.array([1, 1, 0], np.uint8)
-
-
-def with_masks():
-    images = SCENES.copy()
-    images[::8] = 255 * (images[::8, ..., :1] > 127)
-    return images
-
-
-def copied():
-    """Each image again: mirrored, darker, moved by a pixel."""
-    changed = np.roll(SCENES[:80, :, ::-1], 1, 2) * 0.8
-    return np.concatenate([SCENES[:80], changed.astype(np.uint8)])
-
-
-def copied_often():
-    """Four images, each 40 times: moved and darker."""
-    rng = np.random.default_rng(2)
-    moved = [np.roll(SCENES[i % 4], rng.integers(-2, 3, 2), (0, 1)) * rng.uniform(0.6, 1) for i in range(160)]
-    return np.stack(moved).astype(np.uint8)
-
-
-def with_red_and_blue_exchanged():
-    images = SCENES // np.array([1, 2, 8], np.uint8)
-    images[::4] = images[::4, :, :, ::-1]
-    return images
+def damaged(name, held_out=40):
+    """(training images, held-out images) of a fault of the benchmark of data sets, at its middle strength."""
+    made = getattr(damages, name)(Pictures(list(SCENES), held_out=held_out), np.random.default_rng(0), 1)
+    images = np.stack(made.images)
+    return images[:-held_out], images[-held_out:]
 
 
 def things(count, seed=0):
@@ -117,23 +74,24 @@ def test_nothing_is_found_in_healthy_images(random_flip):
     assert above_info(SCENES[:120, ..., :1], SCENES[120:, ..., :1]) == set()
 
 
-@pytest.mark.parametrize(
-    "code, made",
-    [
-        ("data-channels", without_blue),
-        ("data-bars", with_bars),
-        ("data-pattern", with_mark),
-        ("data-mixed", with_masks),
-        ("data-mixed", with_red_and_blue_exchanged),
-        ("data-copies", copied),
-        ("data-copies", copied_often),
-        ("data-resampled", lambda: enlarged(Image.Resampling.NEAREST)),
-        ("data-resampled", lambda: enlarged(Image.Resampling.BILINEAR)),
-        ("data-compressed", compressed),
-    ],
-)
-def test_a_planted_fault_is_named(code, made):
-    assert code in above_info(made())
+PLANTED = [
+    *(("data-channels", "dead_everywhere"), ("data-bars", "bars"), ("data-pattern", "dust"), ("data-leak", "leaked")),
+    *(("data-mixed", "masks"), ("data-mixed", "washed_out"), ("data-copies", "augmented_on_disk")),
+    *(("data-copies", "brighter_copies"), ("data-compressed", "compressed")),
+    *(("data-resampled", "enlarged_by_nearest"), ("data-resampled", "enlarged_bilinearly")),
+]
+
+
+@pytest.mark.parametrize(("code", "name"), PLANTED)
+def test_a_planted_fault_is_named(code, name):
+    assert code in above_info(*damaged(name))
+
+
+def test_a_few_images_that_come_again_and_again_are_copies():
+    """Four images, each 40 times: moved and darker."""
+    rng = np.random.default_rng(2)
+    moved = [np.roll(SCENES[i % 4], rng.integers(-2, 3, 2), (0, 1)) * rng.uniform(0.6, 1) for i in range(160)]
+    assert "data-copies" in above_info(np.stack(moved).astype(np.uint8))
 
 
 def test_things_on_a_plain_background_are_copies_only_when_each_pixel_says_so():
@@ -184,10 +142,6 @@ def test_enlargement_by_the_loading_is_left_to_the_figures():
     assert "data-resampled" in above_info(wide, sizes=np.full((160, 2), 32))
 
 
-def test_copies_among_the_held_out_images_are_named():
-    assert "data-leak" in above_info(SCENES[:120], SCENES[110:140])
-
-
 def test_wrong_labels_and_mirrored_digits_are_named():
     from sklearn.datasets import load_digits
 
@@ -211,7 +165,7 @@ def test_the_record_becomes_findings_with_pictures(tmp_path, monkeypatch):
         raise ValueError("oops")
 
     monkeypatch.setitem(checks.CHECKS, broken, "data-mixed")
-    images = image_set(planes(with_bars()), np.zeros(160, np.int64), ["a", "b"])
+    images = image_set(planes(np.concatenate(damaged("bars"))), np.zeros(160, np.int64), ["a", "b"])
     seen = checks.look_at(Sample.of(images.subset(range(120)), images.subset(range(120, 160)), False), tmp_path)
     classes = {"number": 2, "empty": 1, "counts": {"a": 160, "b": 0}}
     record = RunRecord(tmp_path, history=[{"step": 0, "data_checks": seen, "data": {"classes": classes}}])

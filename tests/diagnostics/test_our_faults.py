@@ -6,63 +6,35 @@ Some for each stage, which show themselves within 8 updates of the digits; the b
 import json
 
 import pytest
-from conftest import THOROUGH, make_tiny_flags
+from conftest import make_tiny_flags, slow_turns
 
 from benchmarks.doctor import cases
 
-FAULTS = {
-    "train_ddpm.py": """
-        pixels from 0 to 1
-        upside down
-        never mirrored
-        never shuffled
-        noise of standard deviation 0.9
-        one timestep for the whole batch
-        network told the next timestep
-        square roots missing
-        DDPM: labels of the neighbor
-        trained in evaluation mode
-        spectral norm left out
-        noise of the wrong sign
-        velocity of the wrong sign
-        min-SNR written as max
-        loss summed over the batch
-        gradients cleared in each micro step
-        gradients centered
-        learning rate of the second group left behind
-        warm-up left out
-        EMA of the weights before the step
-        EMA decay of 0.9
-        EMA stays in the model
-        weights clamped between updates
-        raw weights exported
-        sampling starts with half of the noise
-    """,
-    "train_edm2.py": """
-        one noise for the whole batch
-        c_noise of training is sigma
-        c_in of the variance
-        labels one too high
-        c_skip of the root
-        lambda inverted
-        exp(u) multiplied
-        epsilon of a sum for a mean
-        forced weight normalization before the step
-        EMA of twice the width
-    """,
-}
-FAST = (
-    "pixels",
-    "noise of the",
-    "learning rate",
-    "EMA of the weights",
-    "never mirrored",
-    "raw weights",
-    "one noise",
-    "c_in",
-    "exp",
-)
-NAMES = [(script, name.strip()) for script, names in FAULTS.items() for name in names.strip().splitlines()]
+DDPM, EDM2 = "train_ddpm.py", "train_edm2.py"
+FAULTS = [
+    (DDPM, "pixels from 0 to 1"),
+    (DDPM, "never mirrored"),
+    (DDPM, "noise of the wrong sign"),
+    (DDPM, "learning rate of the second group left behind"),
+    (DDPM, "EMA of the weights before the step"),
+    (DDPM, "raw weights exported"),
+    *(pytest.param(EDM2, name, marks=pytest.mark.slow) for name in ("one noise for the whole batch", "exp(u) multiplied")),
+    *slow_turns(
+        (DDPM, "network told the next timestep"),
+        (DDPM, "square roots missing"),
+        (DDPM, "DDPM: labels of the neighbor"),
+        (DDPM, "trained in evaluation mode"),
+        (DDPM, "min-SNR written as max"),
+        (DDPM, "gradients cleared in each micro step"),
+        (DDPM, "gradients centered"),
+        (DDPM, "weights clamped between updates"),
+        (DDPM, "sampling starts with half of the noise"),
+        (EDM2, "c_in of the variance"),
+        (EDM2, "labels one too high"),
+        (EDM2, "forced weight normalization before the step"),
+        (EDM2, "EMA of twice the width"),
+    ),
+]
 
 
 def flags_of(case: cases.Case, of_every_run: dict) -> list:
@@ -71,15 +43,7 @@ def flags_of(case: cases.Case, of_every_run: dict) -> list:
     return [word for name, value in own.items() for word in (f"--{name}", value) if word is not True]
 
 
-@pytest.mark.parametrize(
-    ("script", "name"),
-    [
-        pytest.param(
-            *one, marks=([pytest.mark.slow] if one[0] != "train_ddpm.py" else []) if one[1].startswith(FAST) else THOROUGH
-        )
-        for one in NAMES
-    ],
-)
+@pytest.mark.parametrize(("script", "name"), FAULTS)
 def test_a_fault_of_our_scripts_is_named_by_its_stage(server, tmp_path, script, name):
     of_script = cases.read(cases.FAULTS / f"{script.removesuffix('.py')}.toml")
     [case] = [variants[0] for variants in cases.faults_of(of_script) if variants[0].name == name]

@@ -24,7 +24,6 @@ HEALTHY = {
     "flow_loop.py": "Network; straight path from images to noise, the velocity to noise, errors weighed equally; SGD",
     "closure_loop.py": "Joined; variance-preserving path, epsilon, errors weighed equally; Adam; averages of 0.95",
     "adapter_loop.py": "ModuleList; variance-preserving path, epsilon, min-SNR 5; AdamW; averages of 0.99",
-    "control_loop.py": "Control; variance-preserving path, epsilon, errors weighed equally; AdamW",
 }
 
 
@@ -76,7 +75,7 @@ def test_the_script_ends_as_it_would(server, tmp_path, how, status):
 @pytest.mark.parametrize(
     ("end", "status"),
     [
-        ("os.kill(os.getpid(), signal.SIGTERM)", -15),
+        *(("os.kill(os.getpid(), signal.SIGTERM)", -15), ("", 0)),
         *slow_turns(("os._exit(3)", 3), ("raise GeneratorExit", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -9)),
         *slow_turns(("signal.signal(signal.SIGTERM, lambda *_: sys.exit(4)); signal.raise_signal(signal.SIGTERM)", 4)),
     ],
@@ -88,6 +87,7 @@ def test_a_script_that_ends_before_anything_was_looked_at_leaves_a_report(server
     seen, text, findings = watch(server, tmp_path, tmp_path / "early.py")
     assert (seen, findings) == (status, {})
     assert ("nothing was judged" in text) == (status != -9) and "nothing found" not in text
+    assert status or "no optimizer step was seen" in text
     page = (tmp_path / "seen" / "report.html").read_text()
     assert "of an earlier script" not in page and "Nothing was recorded that could be checked" in page
 
@@ -136,19 +136,25 @@ def test_a_fault_can_fail_a_script_that_ends_well(server, tmp_path):
     assert finding["title"] in page and finding["fixes"][0] in page and "<script" not in page
 
 
-def test_a_flag_of_ours_after_the_script_is_said_to_be_the_scripts(server, tmp_path):
-    (tmp_path / "silent.py").write_text("")
+def test_a_flag_of_ours_after_the_script_is_said_to_be_the_scripts_and_its_name_is_escaped(server, tmp_path):
+    (tmp_path / "<b>.py").write_text("")
     words = ["--steps", 3, "--watch_updates", 5, "--fail-on=critical"]
-    _, text, _ = watch(server, tmp_path, tmp_path / "silent.py", *words)
+    _, text, _ = watch(server, tmp_path, tmp_path / "<b>.py", *words)
     note = "note: the script gets --watch_updates, --fail-on, and the doctor does not: its own flags stand before the script"
     assert text.startswith(note) and text.count(note) == 2  # before it runs for hours, and at the end, where people look
+    assert "<h1>&lt;b&gt;.py</h1>" in (tmp_path / "seen" / "report.html").read_text()
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_the_script_runs(server, tmp_path):
-    (tmp_path / "loud.py").write_text("print('runs')")
-    [run] = server.start(["diagnose.py", "--watch_dir", tmp_path / "loud.py" / "x", "--watch", tmp_path / "loud.py"])
-    assert run.wait() == 2
-    assert run.text().splitlines()[0].startswith("error: cannot write to --watch_dir ") and "runs" not in run.text()
+def test_what_cannot_be_watched_is_said_before_the_script_runs(server, tmp_path):
+    loud, missing = tmp_path / "loud.py", tmp_path / "nothing.py"
+    loud.write_text("print('runs')")
+    for words, said in (
+        (["--watch_dir", loud / "x", "--watch", loud], f"error: cannot write to --watch_dir {loud / 'x'}: "),
+        (["--watch", missing, "--flag"], f"error: --watch {missing}: no such script\ncheck the path"),
+    ):
+        [run] = server.start(["diagnose.py", *words])
+        assert run.wait() == 2
+        assert run.text().startswith(said) and run.text().strip().count("\n") == 1 and "runs" not in run.text()
 
 
 def test_a_script_that_cannot_be_parsed(tmp_path):
@@ -156,12 +162,6 @@ def test_a_script_that_cannot_be_parsed(tmp_path):
     said = [alone(tmp_path, *words, "broken.py", path=LOOPS.parents[1]) for words in ((), ("-m", "steady_doctor"))]
     assert [run.returncode for run in said] == [1, 1] and "SyntaxError" in said[0].stderr
     assert said[0].stderr == said[1].stderr
-
-
-def test_a_script_that_never_trains(server, tmp_path):
-    status, text, findings = watch(server, tmp_path, LOOPS / "misbehaving.py", "nothing", 6)
-    assert (status, findings) == (0, {})
-    assert "no optimizer step was seen" in text
 
 
 def test_of_networks_that_are_no_denoisers_nothing_is_judged(server, tmp_path):
@@ -174,12 +174,6 @@ def test_of_networks_that_are_no_denoisers_nothing_is_judged(server, tmp_path):
 def test_it_ends_after_the_updates_asked_for(server, tmp_path):
     status, text, _ = watch(server, tmp_path, LOOPS / "misbehaving.py", "exit", 50, updates=4)
     assert status == 0 and "4 updates" in text and text.count("0x") == 4
-
-
-def test_no_such_script(server, tmp_path):
-    [run] = server.start(["diagnose.py", "--watch", tmp_path / "nothing.py", "--flag"])
-    assert run.wait() == 2
-    assert run.text().strip() == f"error: --watch {tmp_path / 'nothing.py'}: no such script\ncheck the path"
 
 
 def test_of_two_networks_the_one_that_gets_noised_images_is_judged(server, tmp_path):
@@ -244,13 +238,6 @@ def test_threads_of_process_groups_get_time_at_the_end(monkeypatch, tmp_path):
         monkeypatch.setenv("WORLD_SIZE", size)
         Result(tmp_path).finish(ended=True)
     assert waited == [SETTLING]
-
-
-def test_what_a_script_is_called_is_escaped(server, tmp_path):
-    script = tmp_path / "<b>.py"
-    script.write_text("")
-    watch(server, tmp_path, script)
-    assert "<h1>&lt;b&gt;.py</h1>" in (tmp_path / "seen" / "report.html").read_text()
 
 
 OWN_MODULE = """

@@ -18,7 +18,7 @@ from steady_doctor.record.tape import Tape
 from steady_doctor.seen import Seen
 from steady_doctor.words import severity
 
-B, CLASSES, SIZE, UPDATES = 8, 4, 8, 14
+B, CLASSES, SIZE = 8, 4, 8
 ALPHA_BAR = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), dim=0)
 
 
@@ -62,6 +62,7 @@ def found(
     every=lambda step, network: None,
     noised=lambda a, x0, noise: a.sqrt() * x0 + (1 - a).sqrt() * noise,
     before_step=lambda optimizer: None,
+    updates=14,
 ) -> set[str]:
     """The codes that are found in a loop, but those for information."""
     torch.manual_seed(0)
@@ -71,7 +72,7 @@ def found(
     optimizer = torch.optim.AdamW(network.parameters(), 1e-3)
     doctor = Doctor()
     with doctor.install():
-        for step in range(UPDATES):
+        for step in range(updates):
             if batches is None:
                 chosen = torch.randint(0, len(images), (B,))
                 x0, y = images[chosen], labels[chosen]
@@ -130,9 +131,6 @@ DATA = {
     "halved": ({"image": lambda x: x / 2}, "data-halved"),
     "nearly one": ({"image": lambda x: (x + 1) / 255 - 1}, "data-nearly-one"),
     "one image": ({"image": lambda x: x[:1].expand_as(x)}, "data-one-image"),
-    "mixed": ({"image": lambda x: x.permute(0, 2, 3, 1).reshape(x.shape)}, "data-reshaped"),
-    "flipped": ({"image": lambda x: torch.cat([x[:4].flip(1), x[4:]])}, "data-colors-flipped"),
-    "wrapped": ({"image": lambda x: (((x + 1) * 127.5).byte() + 90).float() / 127.5 - 1}, "data-wrapped"),
     "mixed while loading": ({"batches": lambda: endless(mixed)}, "data-reshaped"),
     "flipped while loading": ({"batches": lambda: endless(some_flipped)}, "data-colors-flipped"),
     "wrapped while loading": ({"batches": lambda: endless(brighter)}, "data-wrapped"),
@@ -148,12 +146,9 @@ DATA = {
     "plain": ({}, ""),
 }
 CONDITION = {
-    "another order": ({"label": lambda y: dropped(y).flip(0)}, "condition-other-rows"),
     "shuffled": ({"label": lambda y: y[torch.randperm(len(y))]}, "condition-other-rows"),
     "of the first": ({"label": lambda y: y[:1].expand_as(y)}, "condition-one-row"),
     "always dropped": ({"label": lambda y: torch.where(torch.rand(len(y)) < 2, CLASSES, y)}, "condition-always-same"),
-    "zeros": ({"label": lambda y: 0 * y}, "condition-always-same"),
-    "not read": ({"label": lambda y: torch.full_like(y, CLASSES)}, "condition-always-same"),
     "mostly dropped": ({"label": lambda y: torch.where(torch.rand(len(y)) < 0.2, y, CLASSES)}, "condition-dropped"),
     "dropped to class 0": ({"label": lambda y: torch.where(torch.rand(len(y)) < 0.3, 0, y)}, "condition-null"),
     "dropped in vain": ({"label": lambda y: (dropped(y), y)[1]}, "condition-dropped-in-vain"),
@@ -186,13 +181,15 @@ NETWORK = {
     ),
 }
 OWN = ("data-", "condition-", "network-", "ranks-")
+LATE = {"few rows", "written to", "batches kept"} | {"no effect", "level without effect"}  # after more than 6 updates
+LATE |= {"evaluation mode", "two layers of zeros"}
 
 
 @pytest.mark.parametrize("name", [*DATA, *CONDITION, *NETWORK])
 def test_a_fault_is_found_and_nothing_where_it_is_right(name):
     options, code = (DATA | CONDITION | NETWORK)[name]
     options = {key: value() if key in ("network", "batches") else value for key, value in options.items()}
-    codes = {one for one in found(**options) if one.startswith(OWN)}
+    codes = {one for one in found(**options, updates=6 if code and name not in LATE else 14) if one.startswith(OWN)}
     assert codes == set() if not code else code in codes
 
 

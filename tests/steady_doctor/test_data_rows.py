@@ -25,11 +25,11 @@ def order(rows, numbers, length, held_out=NONE, balanced=False):
     return codes(check_rows(3, np.asarray(rows), np.asarray(numbers), length, held_out, balanced, None))
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 17, 64, 100, 1797, 50_000])
+@pytest.mark.parametrize("length", [1, 2, 5, 17, 100, 1797, 50_000])
 @pytest.mark.parametrize("updates", [(0,), (0, 1, 2, 9, 29, 99, 299, 999), range(200)])
 def test_the_real_orders_and_any_split_are_silent(length, updates):
     numbers = looked_at(updates)
-    for seed in range(20):
+    for seed in range(5):
         rows = SampleOrder(length, seed).indices(torch.from_numpy(numbers)).numpy()
         assert order(rows, numbers, length) == []
         if length < 2000:

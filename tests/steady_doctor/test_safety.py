@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from torch import nn
+from test_identify import ALPHA_BAR, Network
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -12,21 +12,11 @@ from steady_doctor.doctor import Doctor
 
 B, UPDATES = 4, 6
 IMAGES = torch.linspace(-1, 1, 64 * 48).reshape(64, 3, 4, 4)
-ALPHA_BAR = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), dim=0)
 
 
 @torch.library.custom_op("steady_doctor_tests::drawn", mutates_args=())
 def drawn(like: torch.Tensor) -> torch.Tensor:
     return torch.randn_like(like)
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last, self.time = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1), nn.Linear(1, 8)
-
-    def forward(self, x, t):
-        return self.last(torch.relu(self.first(x) + self.time(t[:, None] / 1000.0)[:, :, None, None]))
 
 
 def loss_of(network, noise=None, images=None):
@@ -37,15 +27,20 @@ def loss_of(network, noise=None, images=None):
     return mse_loss(network(a.sqrt() * images + (1 - a).sqrt() * noise, t), noise)
 
 
-def losses_from_a_generator():
+def plain(loss_of_update, backward=torch.Tensor.backward):
+    """The losses of a plain loop, each of which is `loss_of_update(network)`."""
     network = Network()
     optimizer = torch.optim.SGD(network.parameters(), 0.1)
     for _ in range(UPDATES):
-        losses = [loss_of(network), loss_of(network)]
+        loss = loss_of_update(network)
         optimizer.zero_grad()
-        torch.autograd.backward(loss for loss in losses)
+        backward(loss)
         optimizer.step()
-        yield float(sum(losses).detach())
+        yield float(loss.detach())
+
+
+def losses_from_a_generator():
+    return plain(loss_of, lambda loss: torch.autograd.backward(part for part in (loss, 2 * loss)))
 
 
 def steps_within_the_backward_pass():
@@ -65,38 +60,20 @@ def steps_within_the_backward_pass():
 
 
 def an_operation_that_draws_and_is_not_torchs():
-    network = Network()
-    optimizer = torch.optim.SGD(network.parameters(), 0.1)
-    for _ in range(UPDATES):
-        loss = loss_of(network, drawn(IMAGES[:B]))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield float(loss.detach())
+    return plain(lambda network: loss_of(network, drawn(IMAGES[:B])))
 
 
 def tensors_of_no_shape():
-    network = Network()
-    optimizer = torch.optim.SGD(network.parameters(), 0.1)
-    for _ in range(UPDATES):
+    def loss(network):
         ragged = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(1, 3)], layout=torch.jagged)
-        loss = loss_of(network) + 0 * (2 * ragged).values().sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield float(loss.detach())
+        return loss_of(network) + 0 * (2 * ragged).values().sum()
+
+    return plain(loss)
 
 
 def workers_that_begin_in_a_recorded_update():
-    network = Network()
-    optimizer = torch.optim.SGD(network.parameters(), 0.1)
-    for _ in range(UPDATES):
-        for (images,) in DataLoader(TensorDataset(IMAGES[: 2 * B]), B, num_workers=1):
-            loss = loss_of(network, images=images)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield float(loss.detach())
+    loader = DataLoader(TensorDataset(IMAGES[: 2 * B]), B, num_workers=1)
+    return plain(lambda network: [loss_of(network, images=images) for (images,) in loader][-1])
 
 
 SCRIPTS = (

@@ -125,9 +125,7 @@ def test_the_learning_rate_is_that_of_the_training(schedule, warmup, floor):
         assert [rate(update) for update in range(1, 91)] == pytest.approx(trained, rel=1e-9, abs=1e-15)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"]
-)
+@pytest.mark.parametrize("schedule", SCHEDULES[:6])
 def test_the_learning_rate_is_that_of_diffusers(schedule):
     options = DDPMOptions(lr_scheduler=schedule, lr_warmup_steps=10, lr_cycles=3, lr_power=2.0, learning_rate=0.5)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)

@@ -59,6 +59,12 @@ def train(network, loss_of, updates=14, data=None, rate=1e-3, after=lambda: None
     return found, said
 
 
+def is_healthy(network, loss_of, words, **more):
+    """Nothing is found in a training, and `words` are said of it."""
+    found, said = train(network, loss_of, **more)
+    assert found == [] and words in said
+
+
 def vp(network, loss=mse_loss):
     """Epsilon on the variance-preserving path."""
 
@@ -70,8 +76,8 @@ def vp(network, loss=mse_loss):
 
 
 def test_errors_count_more_in_the_mean_over_the_last_batch_of_an_epoch():
-    found, said = train(network := Network(), vp(network), data=pictures(20))  # 8, 8 and 4
-    assert found == [] and "variance-preserving path, epsilon, errors weighed equally" in said
+    network, said = Network(), "variance-preserving path, epsilon, errors weighed equally"
+    is_healthy(network, vp(network), said, data=pictures(20))  # 8, 8 and 4
 
 
 class Gated(nn.Module):
@@ -104,8 +110,8 @@ def test_points_whose_network_has_gates_and_whose_levels_are_a_list():
         given = network(bar.sqrt() * x0 + (1 - bar).sqrt() * noise, betas[chosen])
         return mse_loss(given.view(-1, 3), noise.view(-1, 3))
 
-    found, said = train(network, loss_of, data=torch.randn(64, 40, 3))
-    assert found == [] and "of Gated; variance-preserving path, epsilon, errors weighed equally" in said
+    said = "of Gated; variance-preserving path, epsilon, errors weighed equally"
+    is_healthy(network, loss_of, said, data=torch.randn(64, 40, 3))
 
 
 def test_series_of_which_a_mask_leaves_nothing():
@@ -124,8 +130,7 @@ def test_series_of_which_a_mask_leaves_nothing():
         counts = known - kept
         return ((output - noise) * counts).square().sum() / counts.sum()
 
-    found, said = train(network, loss_of)
-    assert found == [] and "variance-preserving path, epsilon" in said
+    is_healthy(network, loss_of, "variance-preserving path, epsilon")
 
 
 def continuous(network, weight=lambda t, bar: 1.0, variance=lambda bar: (1 - bar).sqrt()):
@@ -143,8 +148,8 @@ def continuous(network, weight=lambda t, bar: 1.0, variance=lambda bar: (1 - bar
 
 def test_the_weights_of_the_likelihood():
     network = Network()
-    found, said = train(network, continuous(network, lambda t, bar: (LEAST + t * (MOST - LEAST)) / (1 - bar)))
-    assert found == [] and "epsilon, errors weighed as in the likelihood" in said
+    loss_of = continuous(network, lambda t, bar: (LEAST + t * (MOST - LEAST)) / (1 - bar))
+    is_healthy(network, loss_of, "epsilon, errors weighed as in the likelihood")
     # They are not to be had from another path's rates.
     found, said = train(network, continuous(network, lambda t, bar: (LEAST + t * (MOST - LEAST)) / (1 - bar) ** 2))
     assert found == ["weight-form"] and "errors weighed unequally" in said
@@ -166,10 +171,8 @@ def test_a_table_of_sigmas():
         scaled = (x0 + column(sigma) * noise) / column(1 + sigma**2).sqrt()  # within the network, in such scripts
         return mse_loss(network(scaled, sigma.log()), noise)
 
-    found, said = train(network, loss_of)
-    assert found == [] and "variance-preserving path, epsilon" in said
-    found, said = train(network, lambda x0: exploding(network, sigmas, x0))
-    assert found == [] and "images + sigma noise, epsilon" in said
+    is_healthy(network, loss_of, "variance-preserving path, epsilon")
+    is_healthy(network, lambda x0: exploding(network, sigmas, x0), "images + sigma noise, epsilon")
     assert train(network, lambda x0: exploding(network, sigmas[:400], x0))[0] == ["input-signal-left"]
 
 
@@ -201,8 +204,7 @@ def test_edms_target_asked_of_the_network_within(scale):
         output = network(noised / total.sqrt(), sigma.log() / 4)
         return mse_loss(output, (x0 - scale**2 / total * noised) / (column(sigma) * scale / total.sqrt()))
 
-    found, said = train(network, loss_of)
-    assert found == [] and "EDM's target, errors weighed equally" in said
+    is_healthy(network, loss_of, "EDM's target, errors weighed equally")
 
 
 class Constants(nn.Module):
@@ -224,27 +226,7 @@ def test_constants_that_an_optimizer_has():
         bar = column(model.bars[t])
         return mse_loss(model.network(bar.sqrt() * x0 + (1 - bar).sqrt() * noise, t), noise)
 
-    found, said = train(model, loss_of)
-    assert found == [] and "variance-preserving path, epsilon, errors weighed equally" in said
-
-
-class Patches(nn.Module):
-    """Gives the patches of the noise, and of a variance, as rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.time, self.last = nn.Conv2d(C, 32, 4, 4), nn.Linear(1, 32), nn.Linear(32, 2 * C * 16)
-
-    def forward(self, x, t):
-        rows = self.first(x).flatten(2).transpose(1, 2) + self.time(t.float().reshape(-1, 1, 1) / T)
-        rows = self.last(torch.relu(rows)).reshape(len(x), 2, 2, 4, 4, 2 * C)
-        return torch.einsum("nhwpqc->nchpwq", rows).reshape(len(x), 2 * C, SIDE, SIDE)
-
-
-def test_patches_with_a_variance_beside_the_noise():
-    network = Patches()
-    found, said = train(network, vp(network, lambda output, noise: mse_loss(output.chunk(2, 1)[0], noise)))
-    assert found == [] and "variance-preserving path, epsilon, errors weighed equally" in said
+    is_healthy(model, loss_of, "variance-preserving path, epsilon, errors weighed equally")
 
 
 def test_noise_that_is_masked_before_it_is_added_is_no_input_without_an_image():
