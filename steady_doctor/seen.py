@@ -45,7 +45,7 @@ class Seen:
     def passes(self) -> Iterator[tuple[int, Pass]]:
         """Number of the update, and each of its backward passes."""
         for step in self.steps:
-            for one in step.passes:
+            for one in step.micro_steps:
                 yield step.update.number, one
 
     def mixed(self) -> list[tuple[int, Pass]]:

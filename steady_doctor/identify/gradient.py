@@ -26,6 +26,7 @@ class Gradient:
     """Of all parameters together, by some numbers of each. Tuples of numbers are parameters, by their place."""
 
     passes: int  # backward passes
+    at_one_place: bool = True  # the weights were the same in all of them
     left_over: bool = False  # what the optimizer got has that of the update before in it
     cleared_between: bool = False  # what an earlier pass gave was gone before the last one
     cleared_at_step: bool = False  # nothing that the passes gave was left
@@ -68,8 +69,9 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     given, was_given = _given(recorded)
     gave_some = given.any(1)
     found.left_over = bool((gave_some & torch.stack([one.some for one in recorded.before]).all(0)).any())
-    found.cleared_between = _cleared_between(recorded)
     _at_step(recorded, given, was_given, found)
+    found.at_one_place = all(torch.equal(one.rows, recorded.weights[0].rows) for one in recorded.weights[: found.passes])
+    found.cleared_between = found.at_one_place and (_cleared_between(recorded) or _last_alone(recorded, found))
     _operations(recorded, found)
     is_whole = all(recorded.roots)  # of many micro steps the first ones alone are recorded
     if recorded.kept and is_whole and not (dist.is_available() and dist.is_initialized()):
@@ -123,6 +125,15 @@ def _at_step(recorded: Recorded, given: Tensor, was_given: Tensor, found: Gradie
         found.uneven = float(uneven.max()) if found.ratio and len(uneven) else 0.0
         if found.rest < SAME and is_zero:
             found.cleared_parts = tuple(torch.nonzero(gone).flatten().tolist())
+
+
+def _last_alone(recorded: Recorded, found: Gradient) -> bool:
+    """Whether the optimizer got what the last one of several passes gave, and not what all did."""
+    got, last = recorded.at_step.rows, recorded.after[-1].rows - recorded.before[-1].rows
+    if found.passes < 2 or found.rest is None or found.rest < SEEN or not bool(last.any()) or not bool(got.any()):
+        return False
+    share = (got * last).sum() / last.square().sum()
+    return bool((got - share * last).norm() < SAME * got.norm())
 
 
 def _cleared_between(recorded: Recorded) -> bool:

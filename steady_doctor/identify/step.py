@@ -108,6 +108,11 @@ class Step:
     loss_scale: float = 1.0  # that the gradients of the passes have in them
     turned_down: int = 0  # updates so far, without a step
 
+    @property
+    def micro_steps(self) -> list[Pass]:
+        """Its passes; where the weights were moved between these, as optimizers do that try another place, the last one."""
+        return self.passes if self.update.gradient.at_one_place else self.passes[-1:]
+
 
 def identify(recorded: Recorded) -> Step:
     roots = [root for root in recorded.tape.roots if root is not None]

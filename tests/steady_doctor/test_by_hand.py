@@ -197,6 +197,21 @@ def test_gradients_and_weights_may_stand_elsewhere(style, change, stage):
     assert "Adam" in said
 
 
+def test_a_sum_that_keeps_its_last_part_alone_is_named():
+    def forgetful(loss, updates):
+        network, images = Network(), pictures()
+        weights, optimizer = list(network.parameters()), torch.optim.Adam(network.parameters(), 1e-3)
+        for _ in range(updates):
+            for _ in range(2):
+                gradients = torch.autograd.grad(loss(network, images[torch.randint(0, len(images), (8,))]), weights)
+            for weight, gradient in zip(weights, gradients):
+                weight.grad = gradient
+            optimizer.step()
+        return weights
+
+    assert watched(forgetful, loss_of)[0] == ["gradient-cleared-between"]
+
+
 def test_masters_that_are_not_copied_are_named():
     def forgotten(loss, updates):
         network = Network()

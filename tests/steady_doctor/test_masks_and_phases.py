@@ -60,6 +60,28 @@ def train(network, told=lambda t: t, updates=30, before_step=lambda weights: Non
         optimizer.step()
 
 
+def test_a_step_by_the_gradient_at_another_place_has_two_passes():
+    """Sharpness-aware: the first pass says where the second one is made."""
+    network, images = Network(), pictures()
+    optimizer = torch.optim.SGD(network.parameters(), 1e-2)
+
+    def run():
+        for _ in range(9):
+            noisy, noise, t = noised(images[torch.randint(0, 64, (8,))])
+            mse_loss(network(noisy, t), noise).backward()
+            moves = [0.05 * weight.grad / (weight.grad.norm() + 1e-12) for weight in network.parameters()]
+            with torch.no_grad():
+                torch._foreach_add_(list(network.parameters()), moves)
+            optimizer.zero_grad()
+            mse_loss(network(noisy, t), noise).backward()
+            with torch.no_grad():
+                torch._foreach_sub_(list(network.parameters()), moves)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert found_in(run) == []
+
+
 def cut_at_zero(weights):
     for weight in weights:
         weight.grad.clamp_(min=0)
