@@ -98,23 +98,26 @@ def _is_layer(op: Op) -> bool:
     return bool(own) and any(last.content for _, last in op.reads)
 
 
-def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
-    """Raises Nothing."""
-    given = _with_samples(tape, given_to_network(tape, forward))
+def find_mixture(tape: Tape, root: Op) -> Mixture:
+    """The one that the loss asks about; there may be others, such as a noised hint. Raises Nothing."""
+    given = _with_samples(tape, given_to_network(tape, [op for op in tape.upstream(root) if op.kind == "op"]))
     if not given:
         raise Nothing("nothing-given")
-    noises, first = noise_sources(tape, given), None
+    noises, first, asked = noise_sources(tape, given), None, _asked_about(tape, root)
     for got, candidate in _inputs(tape, given, noises):
         mixture = _mixture(tape, candidate, noises, _told_rows(tape, given, noises))
-        if mixture is None or (first is not None and mixture.draws != first.draws):
-            continue  # noise of its own, as an encoder's latents have
+        if mixture is None:
+            continue
         mixture.given = got
         mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
         _find_clean(tape, mixture, given)
         if mixture.only_noise and got.content & ~candidate.content:
             continue  # noise times a mask, before it is added
-        first = mixture if first is None or mixture.clean is not None else first
-        if mixture.clean is not None:
+        is_asked = mixture.clean in asked or any(source in asked for source in mixture.draws)
+        is_same = first is not None and mixture.draws == first.draws  # else noise of its own, as an encoder's latents have
+        if first is None or (is_same and mixture.clean is not None) or (is_asked and not is_same):
+            first = mixture
+        if first is mixture and mixture.clean is not None and is_asked:
             break
     if first is None:
         raise Nothing("no-noise" if not noises else "noise-not-linear")
@@ -122,6 +125,12 @@ def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
     _find_table(tape, first)
     _find_growth(tape, first)
     return first
+
+
+def _asked_about(tape: Tape, root: Op) -> set[Op]:
+    """All that is compared with what a network gave."""
+    beside = {last for op in tape.upstream(root, root.fronts) if op.trained for _, last in op.reads if not last.trained}
+    return beside | {op for last in beside for op in tape.upstream(last)}
 
 
 def _with_samples(tape: Tape, given: list[Given]) -> list[Given]:
@@ -218,7 +227,7 @@ def _mixture(tape: Tape, op: Op, noises: int, levels: int) -> Mixture | None:
             continue
         spread = drawn.reshape(value.shape) if drawn.numel() == value.numel() else drawn.expand_as(value)
         where = (share.abs() > 1e-9 * share.abs().max()).to(value)
-        if float(where.mean()) < LEAST_PART:
+        if float(where.mean()) < LEAST_PART or not _reaches_all(where, noise.shape):
             continue
         b, rest = multiple(share * where, spread * where)
         if float(rest.max()) < LINEAR:
@@ -228,6 +237,12 @@ def _mixture(tape: Tape, op: Op, noises: int, levels: int) -> Mixture | None:
 
 def _broadcasts(shape: tuple, to: tuple) -> bool:
     return len(shape) == len(to) and all(one in (1, other) for one, other in zip(shape, to)) and shape != (1,) * len(to)
+
+
+def _reaches_all(where: Tensor, shape: tuple) -> bool:
+    """Whether noise of this shape is on the whole of each axis that it is spread along; else it stands beside something."""
+    spread = [axis for axis, size in enumerate(where.shape) if len(shape) == where.ndim and shape[axis] == 1 < size]
+    return all(bool(where.transpose(0, axis).flatten(1).any(1).all()) for axis in spread)
 
 
 def multiple(y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

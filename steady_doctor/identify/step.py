@@ -128,7 +128,7 @@ def identify(recorded: Recorded) -> Step:
 def _pass(recorded: Recorded, root: Op) -> Pass:
     tape = recorded.tape
     try:
-        mixture = find_mixture(tape, [op for op in tape.upstream(root) if op.kind == "op"])
+        mixture = find_mixture(tape, root)
         target = find_target(tape, root, mixture)
         asked = None if target is None else _asked(tape, root, mixture, target)
         return Pass(

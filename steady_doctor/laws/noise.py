@@ -56,7 +56,9 @@ def again(seen: Seen) -> Iterator[Found]:
                 yield Found("noise-again", update, {"before": before})
         # within an update, each micro step has its own
     for step in seen.steps:
-        firsts = [one.mixture.noise.head[0] for one in step.micro_steps if one.mixture is not None and one.mixture.noise.each > 8]
+        firsts = [
+            one.mixture.noise.head[0] for one in step.micro_steps if one.mixture is not None and one.mixture.noise.each > 8
+        ]
         if len(firsts) > 1 and any(torch.equal(x, y) for i, x in enumerate(firsts) for y in firsts[:i] if x.shape == y.shape):
             yield Found("noise-again", step.update.number, {"before": step.update.number})
 
