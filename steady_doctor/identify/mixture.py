@@ -16,6 +16,7 @@ from steady_doctor.record.ops import PARAMETERS, PICKS, Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
 
+ADDS = {"add", "add_", "sub", "sub_", "rsub", "addcmul", "lerp"}
 LINEAR = 1e-3  # of the values: what may remain of a linear relation in float32, after a dozen operations
 LEAST_PART = 0.02  # of the elements that noise reaches: a mask may leave out the others
 LOOKED_AT = 33  # rows of a table of noise levels
@@ -106,7 +107,7 @@ def find_mixture(tape: Tape, root: Op) -> Mixture:
     noises, first, asked = noise_sources(tape, given), None, _asked_about(tape, root)
     for got, candidate in _inputs(tape, given, noises):
         mixture = _mixture(tape, candidate, noises, _told_rows(tape, given, noises))
-        if mixture is None:
+        if mixture is None or _is_noised_later(tape, candidate, got, noises):
             continue
         mixture.given = got
         mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
@@ -131,6 +132,18 @@ def _asked_about(tape: Tape, root: Op) -> set[Op]:
     """All that is compared with what a network gave."""
     beside = {last for op in tape.upstream(root, root.fronts) if op.trained for _, last in op.reads if not last.trained}
     return beside | {op for last in beside for op in tape.upstream(last)}
+
+
+def _is_noised_later(tape: Tape, mixture: Op, given: Op, noises: int) -> bool:
+    """Whether other noise is added to it on its way to the network."""
+    after = {mixture}
+    for op in tape.upstream(given, [mixture]):
+        if op.kind == "op" and any(need in after for need in op.needs):  # a draw of its shape is nothing of it
+            others = [last for _, last in op.reads if last not in after]
+            if op.name in ADDS and any(last.content & noises & ~mixture.content for last in others):
+                return True
+            after.add(op)
+    return False
 
 
 def _with_samples(tape: Tape, given: list[Given]) -> list[Given]:

@@ -239,8 +239,9 @@ class Session:
             return False
         self._turned_from.add(self._main)
         left = [optimizer for optimizer in self._made if optimizer not in self._turned_from]
-        self._main, self._is_known = max(left or self._made, key=_size), not left
-        self._begin(self._main)
+        main, self._is_known = max(left or self._made, key=_size), not left
+        if main is not self._main:
+            self._begin(main)
         return bool(left)
 
     def _begin(self, optimizer: Optimizer | ByHand) -> None:

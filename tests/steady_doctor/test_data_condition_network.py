@@ -236,7 +236,7 @@ def told(own_levels: float = 0.0, **values) -> list[Found]:
     declares what it does, whose main process had 8 noise levels from 0 to this; 0: it declares nothing."""
     seen = Seen(ranks={update: [dict(zip(values, one)) for one in zip(*values.values())] for update in (2, 3, 5)})
     one = types.SimpleNamespace(mixture=(), levels=torch.linspace(0, own_levels, 8))
-    seen.steps = [types.SimpleNamespace(update=types.SimpleNamespace(number=2), passes=[one])]
+    seen.steps = [types.SimpleNamespace(update=types.SimpleNamespace(number=2), passes=[one], micro_steps=[one])]
     seen.declared = () if own_levels else None
     return [one.code for law in ranks.LAWS for one in law(seen)]
 
