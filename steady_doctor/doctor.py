@@ -40,8 +40,6 @@ class Doctor:
         optimizer: Optimizer | None = None,
     ):
         self.seen = Seen()
-        self._before: list[Seen] = []  # of optimizers that trained a denoiser earlier
-        self._optimizers = 0  # before the one that `seen` is of
         self.ranks = Ranks()
         self.session = Session(self._look, stopped, optimizer)
         self.network, self.optimizer = network, ""  # classes
@@ -55,12 +53,13 @@ class Doctor:
 
     def _look(self, recorded: Recorded) -> None:
         step = identify(recorded)
-        self._follow()
         if not any(one.mixture for one in step.passes) and not self.seen.mixed() and self.session.turn():
-            self._follow()
+            self.seen.steps.clear()
             return
-        by_hand = self.seen.by_hand = isinstance(recorded.optimizer, ByHand)
-        self.seen.history, self.seen.copies = self.session.history, self.session.copies
+        by_hand = isinstance(recorded.optimizer, ByHand)
+        if self.seen.by_hand and not by_hand:
+            self.seen.steps.clear()
+        self.seen.by_hand = by_hand
         self.seen.options, self.seen.asked_numbers = self._options.values(), self._options.numbers()
         self.seen.asked_words = self._options.words()
         if not self.seen.steps:
@@ -72,28 +71,15 @@ class Doctor:
         self.ranks.tell(recorded.update, digests(recorded, step))
         self._looked()
 
-    def _follow(self) -> None:
-        """The session, where it has turned to another optimizer: what follows is seen apart from what was seen so far."""
-        ends = self.session.taken_over[self._optimizers :]
-        if not ends:
-            return
-        self._optimizers += len(ends)
-        if self.seen.mixed():
-            self.seen.updates, self.seen.ended = ends[0], True
-            self._before.append(self.seen)
-        self.seen = Seen()
-
     def findings(self, ended: bool = False) -> list[Found]:
         """`ended`: the script came to its own end."""
-        self._follow()
         self.seen.updates, self.seen.ended = self.session.updates, ended
         self.seen.begins, self.seen.dataset_rows = self.session.loads.begins, self.session.loads.rows
         self.seen.data_changed = self.session.loads.changed()
         self.ranks.collect()
         self.seen.ranks = self.ranks.everyone
         self.seen.history, self.seen.copies = self.session.history, self.session.copies
-        found = {one.code: one for seen in (self.seen, *reversed(self._before)) for one in judge(seen)}
-        return list(found.values())
+        return judge(self.seen)
 
 
 def owner_of(parameters: list[Tensor]) -> str:

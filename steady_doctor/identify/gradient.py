@@ -17,7 +17,7 @@ SCALES |= {"_foreach_clamp_min_", "_foreach_clamp_max_"}
 UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
 TINY = 1e-9  # of a gradient: a part of it that is no more is rounding
 SEEN = 1e-3  # of a gradient: smaller parts are sums that cancel, such as those of biases before a normalization
-MANY = 1000  # numbers of a gradient, which are never all of one sign
+LAYERS = 4  # whose gradients are never all of one sign
 SAME = 1e-4  # of a gradient, that rounding may change
 
 
@@ -176,7 +176,8 @@ def _names(ops: list[Op], begin: int, end: int) -> tuple[str, ...]:
 def _cut(recorded: Recorded) -> tuple[float, float] | None:
     """Whether many numbers of the gradient are the very largest one, or the smallest."""
     whole = recorded.gradients
-    if whole.count >= MANY and (whole.ends[0] >= 0) != (whole.ends[1] <= 0):  # none is of the other sign
+    layers = sum(not is_zero for is_zero in whole.zero)
+    if layers >= LAYERS and (whole.ends[0] >= 0) != (whole.ends[1] <= 0):  # none is of the other sign
         return whole.ends if whole.ends[0] >= 0 else whole.ends[::-1]
     many = [bool(end) and at >= max(16, 1e-3 * whole.count) for end, at in zip(whole.ends, whole.at_ends)]
     if many[0] == many[1]:

@@ -114,9 +114,10 @@ def find_mixture(tape: Tape, root: Op) -> Mixture:
         _find_clean(tape, mixture, given)
         if mixture.only_noise and got.content & ~candidate.content:
             continue  # noise times a mask, before it is added
-        is_asked = mixture.clean in asked or any(source in asked for source in mixture.draws)
+        is_asked = not asked or mixture.clean in asked or any(source in asked for source in mixture.draws)
         is_same = first is not None and mixture.draws == first.draws  # else noise of its own, as an encoder's latents have
-        if first is None or (is_same and mixture.clean is not None) or (is_asked and not is_same):
+        is_better = is_same and first is not None and first.clean is None and mixture.clean is not None
+        if first is None or is_better or (is_asked and not is_same):
             first = mixture
         if first is mixture and mixture.clean is not None and is_asked:
             break
@@ -138,7 +139,7 @@ def _is_noised_later(tape: Tape, mixture: Op, given: Op, noises: int) -> bool:
     """Whether other noise is added to it on its way to the network."""
     after = {mixture}
     for op in tape.upstream(given, [mixture]):
-        if op.kind == "op" and any(need in after for need in op.needs):  # a draw of its shape is nothing of it
+        if op.kind == "op" and any(need in after for need in op.needs):  # what is drawn in its shape is not made of it
             others = [last for _, last in op.reads if last not in after]
             if op.name in ADDS and any(last.content & noises & ~mixture.content for last in others):
                 return True
@@ -161,7 +162,7 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
     most = max(map(numel, may_be), default=0)
     of_samples = {source for source in may_be if numel(source) * PART * size > most and numel(source) > LEAST}
     of_samples = {source for source in of_samples if numel(source) != size or most == size}  # else it is a level
-    drawn = {source for source in of_samples if source.kind == "drawn"}  # beside it, what is normal is data
+    drawn = {source for source in of_samples if source.kind == "drawn"}  # normal numbers beside it are data
     bits = sum(1 << source.index for source in drawn or of_samples)
     told = 0
     for each in given:
@@ -359,15 +360,13 @@ def _beside(mixture: Mixture, given: list[Given]) -> list[Given]:
 def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     """Notes what the network is told: the values of one number a sample through which all passes that it gets of the level."""
     levels = sum(1 << source.index for source in mixture.levels)
-    is_shared = float(mixture.b.max() - mixture.b.min()) <= LINEAR * float(mixture.b.abs().max())
-    sizes = {1, mixture.size} if is_shared else {mixture.size}  # else one number for all is none that the level comes from
     found: list[tuple[Op, tuple[Tensor, ...]]] = []
     rounded: dict[Op, bool] = {}
     for each in _beside(mixture, given):
         if not each.value.made_of & levels or any(each.value is value for value, _ in found):
             continue
         way = [op for op in tape.upstream(each.value) if op.made_of & levels]
-        narrow = [op for op in _passed_by_all(way) if numel(op) in sizes]
+        narrow = [op for op in _passed_by_all(way) if numel(op) in (1, mixture.size)]
         values = [tape.value(op).double().flatten() for op in reversed(narrow)]
         rounded[each.value] = any(op.dtype in (torch.float16, torch.bfloat16) for op in narrow)
         found.append((each.value, tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)))
@@ -384,9 +383,10 @@ def _follows(told: Tensor, mixture: Mixture) -> bool:
     """Whether it is in the order of the noise's share, or in the opposite one."""
     if mixture.a is None:
         return True
-    order = torch.argsort(mixture.b / mixture.a.clamp(min=1e-12))
-    steps = told[order].diff()
-    return bool((steps >= 0).all() or (steps <= 0).all())
+    sigma = mixture.b / mixture.a.clamp(min=1e-12)
+    steps = told[torch.argsort(sigma)].diff()
+    is_same = not bool(steps.any()) and float(sigma.max() - sigma.min()) > LINEAR * float(sigma.abs().max())
+    return not is_same and bool((steps >= 0).all() or (steps <= 0).all())
 
 
 def _passed_by_all(way: list[Op]) -> list[Op]:

@@ -66,7 +66,6 @@ class Asked:
     seen: Tensor | None = None  # whether enough numbers of this sample count
     slope: Tensor | None = None  # how much an error of each sample counts: the largest second derivative of the loss
     even: float | None = None  # the smallest slope within a sample, over the largest
-    even_of_counted: float | None = None  # the same without those of 0
     masked: bool = False  # of a sample that counts, some numbers do not
     each: int = 1  # numbers of one sample of the output
     skips: bool = False  # an image is added to the output before it is compared
@@ -225,9 +224,7 @@ def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
     if target.slope is not None and target.slope.shape[0] == mixture.size:
         slope = target.slope.abs().flatten(1)
         asked.slope, asked.each = slope.amax(1), slope.shape[1]
-        largest = asked.slope.clamp(min=1e-30)
-        asked.even = float((slope.amin(1) / largest).min())
-        asked.even_of_counted = float((slope.where(slope > 0, torch.inf).amin(1) / largest).min())
+        asked.even = float((slope.amin(1) / asked.slope.clamp(min=1e-30)).min())
         asked.by_others = by_others(tape, root, mixture, target)
         asked.masked = bool(((slope.amin(1) == 0) & (asked.slope > 0)).any())
         asked.by_image = asked.even < EVEN and by_image(tape, root, mixture, target)

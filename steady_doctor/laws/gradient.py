@@ -45,8 +45,14 @@ def clipped(seen: Seen) -> Iterator[Found]:
             yield Found("gradient-clipped-late", update.number, {"by": gradient.changed_after_step})
         if gradient.missed and gradient.norm > 0:
             yield Found("gradient-clipped-others", update.number)
-        if gradient.cut is not None:
+        if gradient.cut is not None and (gradient.cut[0] or _always_cut(seen)):
             yield Found("gradient-cut-on-one-side", update.number, {"at": gradient.cut[0], "other": gradient.cut[1]})
+
+
+def _always_cut(seen: Seen) -> bool:
+    """Cut at 0, which may be chance in one update."""
+    cuts = [update.gradient.cut for update in seen.recorded()]
+    return len(cuts) >= LEAST and all(cut is not None and not cut[0] for cut in cuts)
 
 
 def sign(seen: Seen) -> Iterator[Found]:

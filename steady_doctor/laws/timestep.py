@@ -17,7 +17,6 @@ LEFT_OUT = 0.25  # of a path at one end, that a script may leave out on purpose
 SHIFTED = 0.35  # of a line
 FEW_CHANGE = 0.2  # of an embedding's numbers
 UNCHANGED = 0.1  # of its range, by which a number of the embedding does not count as changed
-RAW = 100.0  # beyond numbers of use for a layer
 SAME = 1e-6  # of the range of the numbers that are told
 MOVED = 2e-3  # of the logarithm of the signal-to-noise ratio, by which a level is another one
 
@@ -91,13 +90,6 @@ def counted(seen: Seen) -> Iterator[Found]:
             changing = float((spread > UNCHANGED * max(1e-9, embedding.high - embedding.low)).double().mean())
             if changing < FEW_CHANGE and float(index.max() - index.min()) > 0.5 * rows:
                 yield Found("timestep-scale", update, {"range": straight[0][0] * rows, "changing": changing})
-
-
-def raw(seen: Seen) -> Iterator[Found]:
-    """A time in hundreds is embedded, before it meets weights."""
-    known = [(update, mixture.embedding) for update, mixture in _known(seen) if mixture.embedding is not None]
-    if len(known) > 1 and all(one.dtype.is_floating_point and max(one.high, -one.low) > RAW for _, one in known):
-        yield Found("timestep-raw", known[0][0], {"largest": max(max(one.high, -one.low) for _, one in known)})
 
 
 def _line(x: Tensor, y: Tensor) -> tuple[float, float] | None:
@@ -177,4 +169,4 @@ def lognormal(seen: Seen) -> Iterator[Found]:
         yield Found("timestep-lognormal", seen.mixed()[0][0], figures)
 
 
-LAWS = (lognormal, told, counted, raw, alone, again, covered)
+LAWS = (lognormal, told, counted, alone, again, covered)

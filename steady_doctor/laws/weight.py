@@ -34,7 +34,7 @@ class Weights:
             mixture, target = one.mixture, one.target
             if mixture.a is None or target is None or target.slope is None or target.p is None or target.by_network:
                 continue  # what is compared is another network's, or what another network sees in the output
-            if target.even_of_counted is not None and target.even_of_counted > EVEN:
+            if target.even is not None and target.even > EVEN:
                 snr = (mixture.a / mixture.b.clamp(min=1e-12)).square()
                 growth = torch.full_like(snr, torch.nan) if mixture.growth is None else mixture.growth
                 rows[mixture.size].append(torch.stack([snr, target.slope, growth]))

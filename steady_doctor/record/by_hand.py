@@ -59,9 +59,3 @@ def asks_of_weights(outputs: list[Tensor], inputs: list[Tensor], creates_graph: 
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
         return False
     return outputs[0].numel() == 1 and len(inputs) > 1 and all(t.is_leaf and t.requires_grad for t in inputs)
-
-
-def has_most(tensors: list[Tensor], own: list[Tensor]) -> bool:
-    """Whether these are more than half of an optimizer's: else they are asked of for a weight of a loss, or a penalty."""
-    given = {id(tensor) for tensor in tensors}
-    return 2 * sum(id(one) in given for one in own) >= len(own)

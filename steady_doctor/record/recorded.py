@@ -98,7 +98,7 @@ class Recorded:
     def copied(self) -> list[Tensor] | None:
         """What the network computes with, in the order of the optimizer's parameters, where it has none of these, but copies of
         them that are made after each step, as in half precision."""
-        got_none = not bool(self.at_step.there.any())  # then the script has forgotten that these are copies
+        got_none = not bool(self.at_step.there.any())  # copies that are forgotten, and stand still
         if not self.roots or got_none or any(root.uses for roots in self.roots for root in roots):
             return None
         left = list({id(parameter): parameter for parameter in self.tape.unowned}.values())
@@ -114,8 +114,17 @@ class Recorded:
 
     def still_copied(self) -> bool:
         """Whether the network computes with what the optimizer's parameters are, as far as its precision goes."""
-        pairs = zip(self.at_start.rows, Samples(self.computing).rows, self.computing)
-        return self.computing is self.parameters or all(torch.equal(_rounded(row, p), stands) for row, stands, p in pairs)
+        if self.computing is self.parameters:
+            return True
+        known = zip(self.parameters, self.at_start.rows, self.computing, Samples(self.computing).rows)
+        return all(own is copy or torch.equal(_rounded(row, copy), stands) for own, row, copy, stands in known)
+
+    def asks_again(self) -> bool:
+        """Whether gradients of several losses of one forward pass were asked for: which of them make the step is not known."""
+        if len(self.roots) < 2 or all(gradient is None for gradient in self._given):
+            return False
+        ways = [{op for root in roots for op in self.tape.upstream(root) if op.trained and op.content} for roots in self.roots]
+        return any(not ways[i].isdisjoint(other) for i in range(len(ways)) for other in ways[:i])
 
     def stepped_other(self) -> None:
         """Another optimizer makes a step."""

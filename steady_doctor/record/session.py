@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from steady_doctor.record.by_hand import ByHand, Weights, asks_of_weights, has_most, leaves_of
+from steady_doctor.record.by_hand import ByHand, Weights, asks_of_weights, leaves_of
 from steady_doctor.record.copies import Copies
 from steady_doctor.record.history import History
 from steady_doctor.record.loads import Handling, Loads
@@ -26,7 +26,6 @@ from steady_doctor.record.recorded import Recorded, parameters_of
 from steady_doctor.record.tape import Tape
 from steady_doctor.record.wrapping import compile_, without_warning, wrap
 
-RESTS = 12  # steps of another optimizer, one after the other, after which the training is over that the first one made
 OBJECTS = 200_000  # Python's, that are new when the garbage collector begins in a recorded update
 
 
@@ -77,8 +76,6 @@ class Session:
         self._seeing = ExitStack()  # hooks of a recorded update
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._inside = 0  # of how many backward passes
-        self.taken_over: list[int] = []  # the updates that each optimizer had made when another one was watched instead
-        self._by_others = 0  # steps since the last one of the optimizer that is watched
 
     def install(self) -> ExitStack:
         """Closing the result takes all hooks away."""
@@ -163,9 +160,8 @@ class Session:
         """The backward pass of a script that holds its gradients itself, and may give them to an optimizer later."""
         roots, weights = ([given] if isinstance(given, Tensor) else list(given) for given in (outputs, inputs))
         creates_graph = bool(options.get("create_graph", arguments[2:3] == (True,)))
-        own = self._computing or (parameters_of(self._main) if isinstance(self._main, Optimizer) else [])
-        if self._inside or not asks_of_weights(roots, weights, creates_graph) or not has_most(weights, own):
-            return original(outputs, inputs, *arguments, **options)
+        if self._inside or not asks_of_weights(roots, weights, creates_graph) or not self._trains(weights):
+            return original(roots, weights, *arguments, **options)
         self._safely(self._before_backward, roots, weights)
         self._inside += 1
         try:
@@ -175,6 +171,13 @@ class Session:
             self._inside -= 1
         self._safely(self._after_backward, {id(weight): gradient for weight, gradient in zip(weights, gradients)})
         return gradients
+
+    def _trains(self, weights: list[Tensor]) -> bool:
+        """Whether these are most of what is watched, if anything is: else their gradients are for a weight of a loss."""
+        if not isinstance(self._main, Optimizer):
+            return True
+        given, own = {id(weight) for weight in weights}, self._computing or parameters_of(self._main)
+        return 2 * sum(id(one) in given for one in own) > len(own)
 
     def _before_backward(self, roots: list[Tensor], weights: list[Tensor] | None = None) -> None:
         if self._main is None or isinstance(self._main, ByHand):
@@ -246,10 +249,8 @@ class Session:
 
     def _begin(self, optimizer: Optimizer | ByHand) -> None:
         """With this optimizer in place of another one."""
-        self.taken_over.append(self.updates)
         self._main, self.updates, self._computing = optimizer, self._made[optimizer], None
         self.history, self.copies = self.history.of_another(), None
-        self._by_others = 0
         self._due = recorded_updates()
         self._next = next(self._due)
 
@@ -321,12 +322,7 @@ class Session:
         if optimizer is not self._main:
             if self._recorded is not None:
                 self._recorded.stepped_other()
-            self._by_others += 1
-            if self._by_others >= RESTS and not self._is_known:
-                self._stop()
-                self._begin(optimizer)
             return
-        self._by_others = 0
         if self._recorded is not None:
             self._recorded.after_step()
         self.updates = self._made[optimizer]
@@ -353,7 +349,7 @@ class Session:
             if recorded.tape.failure is not None:
                 raise recorded.tape.failure
             copied = recorded.copied() if self._computing is None else None
-            if copied is not None or not recorded.still_copied():
+            if copied is not None or not recorded.still_copied() or recorded.asks_again():
                 self._computing = copied  # and what was recorded is of no use
                 return
             devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
