@@ -41,6 +41,7 @@ class Gradient:
     without: tuple[int, ...] = ()  # parameters that the losses depend on, and that get none
     zero: tuple[int, ...] = ()  # those of which each number is zero at the step, or that have none
     unread: tuple[int, ...] = ()  # parameters of the optimizer that no loss depends on
+    copies: int = 0  # of these, those that get a gradient from elsewhere
     parameters: int = 0  # of the optimizer
     wanted: int = 0  # of these, those that want a gradient; one of one number, or none, may tell a module's code of its device
     unowned: int = 0  # parameters that get a gradient, which no optimizer has
@@ -83,6 +84,7 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     found.without = tuple(k for k, is_missing in enumerate(missing) if trains[k] and is_missing)
     found.zero = tuple(k for k, some in enumerate(gave_some.tolist()) if whole.zero[k] and trains[k] and not some)
     found.unread = tuple(k for k, reads in enumerate(used) if not reads and wants[k])
+    found.copies = sum(bool(recorded.at_step.some[k]) for k in found.unread)
     found.by_hand = whole.norm > 0 and not bool(gave_some.any())
     return found
 

@@ -23,8 +23,8 @@ def others(seen: Seen) -> Iterator[Found]:
     if len(known) < 2 or not all(gradient.unowned for gradient in gradients):
         return
     figures = {"count": gradients[0].unowned, "has": gradients[0].parameters}
-    if len({update.network for update in known}) > 1:  # the script writes to them itself, from copies that are trained
-        return
+    if len({update.network for update in known}) > 1 and gradients[0].copies:
+        return  # the script writes to them itself, from copies that are trained
     if all(len(gradient.unread) == gradient.wanted for gradient in gradients):
         yield Found("optimizer-of-a-copy", known[0].number, figures)
     elif not any(gradient.by_hand for gradient in gradients):
