@@ -162,7 +162,7 @@ class Trainer:
         torch.save(data, str(self.results_folder / f'model-{milestone}.pt'))
 
     def load(self, milestone):
-        data = torch.load(str(self.results_folder / f'model-{milestone}.pt'))
+        data = torch.load(str(self.results_folder / f'model-{milestone}.pt'), weights_only=True)
         self.step = data['step']
         self.model.load_state_dict(data['model'])
         self.opt.load_state_dict(data['opt'])
