@@ -361,6 +361,7 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     """Notes what the network is told: the values of one number a sample through which all passes that it gets of the level."""
     levels = sum(1 << source.index for source in mixture.levels)
     found: list[tuple[Op, tuple[Tensor, ...]]] = []
+    of_each: set[Op] = set()  # those of which the last number is one for each sample
     rounded: dict[Op, bool] = {}
     for each in _beside(mixture, given):
         if not each.value.made_of & levels or any(each.value is value for value, _ in found):
@@ -368,25 +369,30 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
         way = [op for op in tape.upstream(each.value) if op.made_of & levels]
         narrow = [op for op in _passed_by_all(way) if numel(op) in (1, mixture.size)]
         values = [tape.value(op).double().flatten() for op in reversed(narrow)]
+        of_each |= {each.value} if narrow and numel(narrow[-1]) == mixture.size else set()
         rounded[each.value] = any(op.dtype in (torch.float16, torch.bfloat16) for op in narrow)
         found.append((each.value, tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)))
     if not found:
         return
     # A network that is told two times, as those that go from one to the other, is told the level by one of them.
-    value, mixture.told = next(((value, told) for value, told in found if told and _follows(told[0], mixture)), found[0])
+    follow = ((value, told) for value, told in found if told and _follows(told[0], mixture, value in of_each))
+    value, mixture.told = next(follow, found[0])
     mixture.told_rounded = rounded[value]
     if not any(op.kind in PARAMETERS for op in tape.upstream(value)):  # else it is what a frozen network made of it
         mixture.embedding = tape.value(value)
 
 
-def _follows(told: Tensor, mixture: Mixture) -> bool:
-    """Whether it is in the order of the noise's share, or in the opposite one."""
+def _follows(told: Tensor, mixture: Mixture, of_each: bool) -> bool:
+    """Whether it is in the order of the noise's share, or in the opposite one.
+
+    `of_each`: it has a number for each sample; one number for all follows levels that are all the same.
+    """
     if mixture.a is None:
         return True
     sigma = mixture.b / mixture.a.clamp(min=1e-12)
     steps = told[torch.argsort(sigma)].diff()
     is_same = not bool(steps.any()) and float(sigma.max() - sigma.min()) > LINEAR * float(sigma.abs().max())
-    return not is_same and bool((steps >= 0).all() or (steps <= 0).all())
+    return (of_each or not is_same) and bool((steps >= 0).all() or (steps <= 0).all())
 
 
 def _passed_by_all(way: list[Op]) -> list[Op]:

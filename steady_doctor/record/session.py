@@ -158,15 +158,16 @@ class Session:
 
     def _grad(self, original: Callable, outputs: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
         """The backward pass of a script that holds its gradients itself, and may give them to an optimizer later."""
-        roots, weights = ([given] if isinstance(given, Tensor) else list(given) for given in (outputs, inputs))
+        outputs, inputs = (list(given) if isinstance(given, Iterator) else given for given in (outputs, inputs))
+        roots, weights = (list(given) if isinstance(given, (list, tuple)) else [given] for given in (outputs, inputs))
         creates_graph = bool(options.get("create_graph", arguments[2:3] == (True,)))
         if self._inside or not asks_of_weights(roots, weights, creates_graph) or not self._trains(weights):
-            return original(roots, weights, *arguments, **options)
+            return original(outputs, inputs, *arguments, **options)
         self._safely(self._before_backward, roots, weights)
         self._inside += 1
         try:
             with self._pause():
-                gradients = original(roots, weights, *arguments, **options)
+                gradients = original(outputs, inputs, *arguments, **options)
         finally:
             self._inside -= 1
         self._safely(self._after_backward, {id(weight): gradient for weight, gradient in zip(weights, gradients)})

@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_styles import ALPHA_BAR, Network, T, column, pictures
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import mse_loss
 
 from steady_doctor.doctor import Doctor
@@ -108,16 +109,19 @@ def test_effects_come_after_a_rate_of_zero():
 
 
 def test_what_else_gradients_are_asked_of():
-    """Of a penalty's graph, by an iterator, and of a frozen network, which the script gets as without the doctor."""
+    """Of a penalty's graph, by an iterator, of a frozen network, and of an edge of the graph, as without the doctor."""
     network, other, images = Network(), Network(), pictures()
 
     def run():
         optimizer = torch.optim.Adam(network.parameters(), 1e-3)
         for _ in range(9):
             noisy, noise, t = noised(images[torch.randint(0, 64, (8,))])
-            loss = mse_loss(network(noisy, t), noise)
+            noisy_leaf = noisy.requires_grad_()
+            loss = mse_loss(network(noisy_leaf, t), noise)
             slopes = torch.autograd.grad(loss, network.parameters(), create_graph=True)
             torch.autograd.grad(mse_loss(other(noisy, t), noise), other.parameters())
+            (slope,) = torch.autograd.grad(get_gradient_edge(loss), noisy_leaf, torch.ones(()), retain_graph=True)
+            assert slope.shape == noisy.shape
             optimizer.zero_grad()
             (loss + 1e-4 * sum(slope.square().sum() for slope in slopes)).backward()
             optimizer.step()
