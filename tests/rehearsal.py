@@ -134,7 +134,9 @@ class Device(TorchDispatchMode):
         if not on_meta and (target is None or torch.device(target) != META):
             return func(*args, **kwargs)
         if on_meta and any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
-            return func(*args, **kwargs)  # a view: of the same storage
+            shown = func(*args, **kwargs)
+            if not isinstance(shown, torch.Tensor) or shown.untyped_storage()._cdata in self._memory:
+                return shown  # a view: of the same storage. `aten.to`, called within another mode, may make a copy
         goes_to = META if target is None else torch.device(target)
         self._note(func, args, kwargs, given, goes_to)
         known = {id(tensor): self.values(tensor) for tensor in on_meta}

@@ -1,4 +1,4 @@
-"""Both scripts in each precision: is what the doctor says right, and has a run that is resumed the bits of one that is not?
+"""All objectives in each precision: is what the doctor says right, and has a run that is resumed the bits of one that is not?
 
     python benchmarks/reliability/precisions.py                    # on the GPU where there is one; 2 minutes with 16 cores
 
@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("train_ddpm.py", "train_edm2.py")
+SCRIPTS = ("train_ddpm.py", "train_ddpm.py --objective flow", "train_edm2.py")
 ANYWHERE = {
     "fp32": "--no-tf32",
     "bf16": "--mixed_precision bf16",
@@ -37,7 +38,8 @@ ON_A_GPU = ANYWHERE | {
 def train(script: str, flags: list[str], folder: Path) -> tuple[int, str]:
     """Exit status, and the last line of what was printed."""
     environment = os.environ | {"TQDM_MININTERVAL": "60", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / script, *flags, "--output_dir", folder]
+    name, *own = script.split()
+    command = [sys.executable, ROOT / name, *own, *flags, "--output_dir", folder]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     folder.with_suffix(f".{time.monotonic_ns()}.log").write_text(done.stdout)
     return done.returncode, (done.stdout.splitlines() or [""])[-1]
@@ -72,9 +74,8 @@ def row(script: str, name: str, flags: str, updates: int, place: Path) -> tuple[
         "lr_warmup_steps": half // 4,
     }
     every = [*flags.split(), *(word for name, number in numbers.items() for word in (f"--{name}", str(number)))]
-    whole, again, resumed = (
-        place / f"{script[6:-3]} {name} {kind}".replace(", ", " ").replace(" ", "-") for kind in ("a", "b", "c")
-    )
+    kind = re.sub("[^a-z0-9]+", "-", f"{script[6:]} {name}")
+    whole, again, resumed = (place / f"{kind}-{letter}" for letter in "abc")
     start = time.monotonic()
     status, last = train(script, every, whole)
     if status:
@@ -101,6 +102,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=120)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="at a time")
+    parser.add_argument("--only", nargs="+", metavar="WORDS", help="configurations whose names have one of these words (all)")
     parser.add_argument("--keep", type=Path, help="the runs stay there")
     return parser.parse_args(argv)
 
@@ -108,6 +110,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> int:
     kinds = ON_A_GPU if torch.cuda.is_available() else ANYWHERE
     kinds = {f"{name}, deterministic": f"{flags} --deterministic" for name, flags in kinds.items()} | kinds
+    kinds = {name: flags for name, flags in kinds.items() if not args.only or any(word in name for word in args.only)}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         place = args.keep or Path(folder)
         asked = {

@@ -10,7 +10,7 @@ HEAD = 48  # numbers of each sample that are kept
 
 @dataclass
 class Figures:
-    """Of a batch [B, ...]; all sums in float64."""
+    """Of a batch [B, ...]; all sums in float64, and all of it on the CPU."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -33,16 +33,22 @@ class Figures:
         kurtosis = (rows - middle).pow(4).mean() / deviation.clamp(min=1e-30) ** 4
         axes = [axis for axis, size in enumerate(shape) if size > 1]
         are_same = [(value == value.narrow(axis, 0, 1)).all() for axis in axes]
-        known = torch.stack([middle, deviation, kurtosis, *torch.aminmax(rows), *are_same])
-        mean, std, fourth, low, high, *are_same = known.tolist()  # the host waits here alone
-        same = tuple(axis for axis, is_same in zip(axes, are_same) if is_same)
         channels = value.detach().double().transpose(0, 1).reshape(shape[1], -1) if len(shape) > 2 else rows.reshape(1, -1)
-        spread = torch.stack([channels.mean(1), channels.std(1, correction=0)])
         step = -(-rows.shape[1] // HEAD)
-        head = rows[:, ::step][:, :HEAD].clone()
-        return cls(
-            shape, value.dtype, mean, std, fourth, low, high, rows.mean(1), rows.std(1, correction=0), head, same, spread
+        parts = [
+            torch.stack([middle, deviation, kurtosis, *torch.aminmax(rows), *are_same]),
+            rows.mean(1),
+            rows.std(1, correction=0),
+            rows[:, ::step][:, :HEAD],
+            torch.stack([channels.mean(1), channels.std(1, correction=0)]),
+        ]
+        known = torch.cat([part.flatten() for part in parts]).cpu()  # the host waits here alone
+        whole, means, stds, head, spread = (
+            flat.view(part.shape) for part, flat in zip(parts, known.split([part.numel() for part in parts]))
         )
+        mean, std, fourth, low, high, *are_same = whole.tolist()
+        same = tuple(axis for axis, is_same in zip(axes, are_same) if is_same)
+        return cls(shape, value.dtype, mean, std, fourth, low, high, means, stds, head, same, spread)
 
     @property
     def count(self) -> int:

@@ -45,9 +45,9 @@ def input_(seen: Seen) -> Iterator[Found]:
             continue
         a, b = declared.process.input(drawn.levels)
         room = _precision(one) * (1 + a.abs() + b.abs())
-        clear = mixture.clean.stds.cpu() > 1e-3  # an image without contrast says nothing of its share
+        clear = mixture.clean.stds > 1e-3  # an image without contrast says nothing of its share
         # By so much rounding changes the share of an image with little contrast: each number is rounded by its own size.
-        blur = max(1e-6, _rounding(one)) * b * mixture.noise.stds.cpu() / mixture.clean.stds.cpu().clamp(min=1e-12)
+        blur = max(1e-6, _rounding(one)) * b * mixture.noise.stds / mixture.clean.stds.clamp(min=1e-12)
         if (place := _far(torch.where(clear, mixture.a, a), a, room + blur)) is None:
             place = _far(mixture.b, b, room)
         if place is None:

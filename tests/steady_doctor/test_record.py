@@ -5,6 +5,7 @@ import gc
 import torch
 from rehearsal import Device
 from torch import nn
+from watched import plain_ddpm
 
 from steady_doctor.doctor import Doctor
 from steady_doctor.record.copies import Copies
@@ -104,6 +105,18 @@ def test_the_step_is_recorded_where_passes_are_within_it():
     of_steps = {"addcdiv_", "_foreach_addcdiv_", "_fused_adamw_"}
     assert "mean" in recorded_names(closure=False) and not of_steps & {*recorded_names(closure=False)}
     assert "mean" in recorded_names(closure=True) and of_steps & {*recorded_names(closure=True)}
+
+
+def test_a_loop_is_judged_on_a_device_as_on_the_host(monkeypatch):
+    monkeypatch.setattr(plain_ddpm.sys, "argv", ["plain_ddpm.py", "6"])
+    doctor = Doctor()
+    with Device(), torch.device("meta"):
+        with doctor.install():
+            plain_ddpm.main()
+        assert not doctor.findings(ended=True)
+    assert doctor.session.failure is None
+    passes = list(doctor.seen.mixed())
+    assert len(passes) == 3 and all(one.mixture.clean is not None for _, one in passes)
 
 
 def test_the_host_does_not_wait_for_each_weight():
