@@ -338,16 +338,17 @@ def _is_for_many(source: Op, size: int) -> bool:
 
 
 def _picking(tape: Tape, mixture: Mixture) -> Iterator[Op]:
-    """The draws that decide which number of a row of numbers, such as a schedule, is in the mixture."""
+    """What decides which number of a row, such as a schedule, is in the mixture: draws, and numbers drawn outside of torch."""
     for op in tape.upstream(mixture.input):
         if op.name in PICKS and op.reads and not op.reads[0][1].content:
             which = 0
             for _, last in op.reads[1:]:
-                which |= last.choice
+                which |= last.choice | (0 if last.floating else last.content)
             yield from (
                 source
                 for source in tape.sources(which)
-                if source.kind == "drawn" and (numel(source) <= mixture.size or _is_for_many(source, mixture.size))
+                if (source.kind == "drawn" and (numel(source) <= mixture.size or _is_for_many(source, mixture.size)))
+                or (source.kind == "outside" and numel(source) == mixture.size > 1)
             )
 
 
@@ -364,7 +365,10 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     of_each: set[Op] = set()  # those of which the last number is one for each sample
     rounded: dict[Op, bool] = {}
     for each in _beside(mixture, given):
-        if not each.value.made_of & levels or any(each.value is value for value, _ in found):
+        if any(each.value is value for value, _ in found):
+            continue
+        levels |= _made_with_them(tape, mixture, each.value) if not each.value.made_of & levels else 0
+        if not each.value.made_of & levels:
             continue
         way = [op for op in tape.upstream(each.value) if op.made_of & levels]
         narrow = [op for op in _passed_by_all(way) if numel(op) in (1, mixture.size)]
@@ -380,6 +384,14 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     mixture.told_rounded = rounded[value]
     if not any(op.kind in PARAMETERS for op in tape.upstream(value)):  # else it is what a frozen network made of it
         mixture.embedding = tape.value(value)
+
+
+def _made_with_them(tape: Tape, mixture: Mixture, value: Op) -> int:
+    """The bits of numbers, one for each sample, that were made outside of torch and are in the order of the levels: they stem
+    from the same draw."""
+    outside = (one for one in tape.sources(value.made_of) if one.kind == "outside")
+    rows = (one for one in outside if numel(one) == mixture.size > 1)
+    return sum(1 << one.index for one in rows if _follows(tape.value(one).double().flatten(), mixture, of_each=False))
 
 
 def _follows(told: Tensor, mixture: Mixture, of_each: bool) -> bool:

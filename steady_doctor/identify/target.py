@@ -246,22 +246,35 @@ def by_others(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
     told = mixture.input.made_of | target.output.made_of  # a second level that the network is told may count, too
     drawn = [source for source in tape.sources(root.content) if source.kind == "drawn" and not told >> source.index & 1]
     others = [source for source in drawn if source.shape[:1] == (mixture.size,) and numel(source) == mixture.size]
-    for sources in (own, others):
-        moved = weights(_rolled(tape, sources)) if sources else None
-        if moved is None or _are(moved, plain):
+    if others and (moved := weights(_rolled(tape, others))) is not None and not _are(moved, plain):
+        return True
+    numbers = torch.arange(mixture.size, device=plain.device)
+    for kept in (numbers % 2 == 0, numbers % 2 == 1, 2 * numbers < len(numbers)) if own else ():
+        moved = weights(_rolled(tape, own, kept))
+        if moved is None or _are(moved[kept], plain[kept]):
             continue
-        if sources is others or (not _are(moved, plain.roll(1)) and _are(moved.sort().values, plain.sort().values)):
+        new = moved[kept & ~_same(moved, plain)]  # a mean over the batch, which divides all weights, gives numbers of its own
+        if bool(_same(new[:, None], plain).any(1).all()):
             return True
     return False
 
 
 def _are(x: Tensor, y: Tensor) -> bool:
-    return bool(((x - y).abs() <= SAME_WEIGHT * y.abs()).all())
+    return bool(_same(x, y).all())
 
 
-def _rolled(tape: Tape, values: list[Op]) -> dict[Op, Tensor]:
-    """Each sample with the values of the one before."""
-    return {value: tape.value(value).roll(1, 0) for value in values}
+def _same(x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).abs() <= SAME_WEIGHT * y.abs()
+
+
+def _rolled(tape: Tape, values: list[Op], kept: Tensor | None = None) -> dict[Op, Tensor]:
+    """Each sample with the values of the one before, but for those that are `kept`, bool [B]."""
+    found = {}
+    for value in values:
+        found[value] = tape.value(value).roll(1, 0)
+        if kept is not None:
+            found[value][kept] = tape.value(value)[kept]
+    return found
 
 
 def _slopes(tape: Tape, root: Op, target: Target, instead: dict[Op, Tensor]) -> Tensor | None:

@@ -52,6 +52,7 @@ TAUGHT = (
     "with torch.no_grad(): taught = a.sqrt() * x_t - (1 - a).sqrt() * ema(x_t, t, told)\n"
     "image = (x_t - (1 - a).sqrt() * model(x_t, t, told)) / a.sqrt()\nloss = (a / (1 - a) * (image - taught) ** 2).mean()"
 )
+NUMPY_TIMES = (TIMES, "import numpy\nnumbers = numpy.random.randint(0, T, len(x0))\nt = torch.from_numpy(numbers)")
 HALF_TIME = (TIME, "told = self.time((t.float() / T).bfloat16()[:, None].float())")
 HOLE = "hole = (torch.arange(8) < 4).float()\n"
 ZERO_BEGIN = (BUILT, "nn.init.zeros_(self.last.weight), nn.init.zeros_(self.last.bias)\n" + BUILT)
@@ -137,6 +138,7 @@ PLAIN_DDPM = [
     # ---- timestep
     row("timestep", CALL, "model(x_t, t.flip(0), told)"),
     row("timestep", CALL, "model(x_t, t - 1, told)"),
+    row("timestep", *NUMPY_TIMES, FIRST, "hidden = self.first(x) + self.classes(y)"),
     row("timestep", CALL, "model(x_t, (t + 50).clamp(max=700), told)"),
     row("timestep", CALL, "model(x_t, 999 - t, told)"),
     row("timestep|network", CALL, "model(x_t, 0 * t, told)"),
@@ -229,6 +231,7 @@ PLAIN_DDPM = [
         LOSS,
         SNR + OUTPUT + "loss = ((out - noise).square().mean((1, 2, 3), keepdim=True) * snr.clamp(max=5) / snr).mean()",
     ),
+    row("weight", *weighed("(snr.clamp(max=5) / snr).roll(1)")),
     row("weight", *weighed("len(x0)")),
     row("weight|gradient", *weighed("3e-7")),
     row("weight", *weighed("torch.arange(len(x0)) > 0")),
@@ -463,6 +466,9 @@ PLAIN_DDPM = [
     row("", LOSS, TAUGHT, updates=13),
     row("", *HALF_TIME, updates=13),
     row("", WARM_UP, WARM_UP.replace("/ 4", "/ 20"), updates=22),
+    row("", *weighed("snr.clamp(max=5) / snr / (snr.clamp(max=5) / snr).mean()")),
+    row("", *NUMPY_TIMES),
+    row("", *NUMPY_TIMES, CALL, "model(x_t, torch.from_numpy(numbers / 2), told)"),
     row("", LOSS, SNR + "loss = ((model(x_t, t, told) - noise).abs().mean((1, 2, 3)) * snr.clamp(max=5) / snr).mean()"),
     row("", *loss("((out - noise).square() * torch.rand_like(noise)).mean()")),
     row(
