@@ -41,6 +41,7 @@ class Gradient:
     without: tuple[int, ...] = ()  # parameters that the losses depend on, and that get none
     zero: tuple[int, ...] = ()  # those of which each number is zero at the step, or that have none
     unread: tuple[int, ...] = ()  # parameters of the optimizer that no loss depends on
+    unused: tuple[int, ...] = ()  # those of them that no operation before the last loss reads, as of a head that is switched off
     copies: int = 0  # of these, those that get a gradient from elsewhere
     parameters: int = 0  # of the optimizer
     wanted: int = 0  # of these, those that want a gradient; one of one number, or none, may tell a module's code of its device
@@ -84,6 +85,9 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     found.without = tuple(k for k, is_missing in enumerate(missing) if trains[k] and is_missing)
     found.zero = tuple(k for k, some in enumerate(gave_some.tolist()) if whole.zero[k] and trains[k] and not some)
     found.unread = tuple(k for k, reads in enumerate(used) if not reads and wants[k])
+    last = max((root.index for root in roots), default=0)
+    touched = {op.uses for op in recorded.tape.ops if op.kind == "trained" and op.index < last}
+    found.unused = tuple(k for k in found.unread if 1 << k not in touched)
     found.copies = sum(bool(recorded.at_step.some[k]) for k in found.unread)
     found.by_hand = whole.norm > 0 and not bool(gave_some.any())
     return found

@@ -12,7 +12,8 @@ from steady_doctor.record.tape import Tape
 MOST_ROWS, MOST_NUMBERS = 4096, 1 << 22  # of a source; it is copied for each look
 LOOKS = 4  # rows that are tried in place of each row
 UNKNOWN, SEVERAL = -1, -2
-FORMS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "clone", "alias", "_to_copy", "transpose", "permute", "squeeze"}
+FORMS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "clone", "alias", "_to_copy"}
+FORMS |= {"transpose", "permute", "squeeze", "unsqueeze"}
 
 
 def origins(tape: Tape, op: Op, source: Op) -> Tensor | None:

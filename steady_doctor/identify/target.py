@@ -8,6 +8,7 @@ from torch import Tensor
 
 from steady_doctor.identify.fit import fit
 from steady_doctor.identify.mixture import LINEAR, Mixture, numel
+from steady_doctor.identify.rows import FORMS
 from steady_doctor.record.ops import PARAMETERS, Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
@@ -190,9 +191,11 @@ def _as_images(tape: Tape, root: Op, mixture: Mixture, target: Target, value: Te
     if value.shape not in (shape, with_variance) and target.kind == "squared":
         forms = [_without_ones(form) for form in (shape, with_variance) if torch.Size(form).numel() == value.numel()]
         later = [op for op in tape.upstream(root) if op.index > target.output.index and _without_ones(op.shape) in forms]
-        after = next((op for op in later if target.output in tape.upstream(op)), None)
-        if after is None:
+        later = [op for op in later if target.output in tape.upstream(op)]
+        if not later:
             return
+        put_back = [op for op in later if _is_rearranged(tape, op, target.output)]  # tokens may have an image's size, too
+        after = (put_back or later[:1])[-1]
         form = with_variance if value.numel() > mixture.value.numel() else shape
         like = torch.float32 if not value.is_floating_point() else value.dtype
         target.value = value = tape.value(after, {target.output: value.to(like)}).double().reshape(form)
@@ -201,6 +204,11 @@ def _as_images(tape: Tape, root: Op, mixture: Mixture, target: Target, value: Te
     if value.shape == with_variance:
         target.value = value[:, : shape[1]]
         target.slope = None if target.slope is None else target.slope[:, : shape[1]]
+
+
+def _is_rearranged(tape: Tape, op: Op, output: Op) -> bool:
+    """Whether it has the numbers of the output in another order or form."""
+    return all(each.name in FORMS for each in tape.upstream(op, [output]) if each.index > output.index)
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -105,9 +105,12 @@ def unread(seen: Seen) -> Iterator[Found]:
     known = [update.gradient for update in seen.recorded()]
     if len(known) < LEAST or any(gradient.by_hand or not gradient.passes for gradient in known):
         return
-    never = set.intersection(*(set(gradient.unread) for gradient in known))
-    if never and len(never) < known[0].parameters:
-        yield Found("gradient-unread", seen.recorded()[0].number, _of(tuple(sorted(never)), known[0].parameters))
+    for code, never in (
+        ("gradient-unread", set.intersection(*({*one.unread} - {*one.unused} for one in known))),
+        ("gradient-unused", set.intersection(*({*one.unused} for one in known))),
+    ):
+        if never and len(never) < known[0].parameters:
+            yield Found(code, seen.recorded()[0].number, _of(tuple(sorted(never)), known[0].parameters))
 
 
 def finite(seen: Seen) -> Iterator[Found]:

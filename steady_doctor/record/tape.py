@@ -210,9 +210,10 @@ class Tape(Replay, TorchDispatchMode):
             op.rows |= last.rows
 
     def _draw(self, op: Op, made: list, written: list) -> None:
-        """A draw is a source, unless it changes what it reads, as dropout does: then what came out is kept."""
+        """A draw is a source, unless it changes what it reads, as dropout does: then what came out is kept. Numbers that are
+        drawn by weights, as timesteps by their losses, are a draw."""
         value = (made or written)[0]
-        if op.content and not (written or op.name.endswith("_like")):
+        if op.content and not (written or op.name.endswith("_like") or op.name == "multinomial"):
             if not op.behind:
                 self.held[op] = value
         elif not op.uses:
