@@ -85,12 +85,19 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     found.without = tuple(k for k, is_missing in enumerate(missing) if trains[k] and is_missing)
     found.zero = tuple(k for k, some in enumerate(gave_some.tolist()) if whole.zero[k] and trains[k] and not some)
     found.unread = tuple(k for k, reads in enumerate(used) if not reads and wants[k])
-    last = max((root.index for root in roots), default=0)
-    touched = {op.uses for op in recorded.tape.ops if op.kind == "trained" and op.index < last}
-    found.unused = tuple(k for k in found.unread if 1 << k not in touched)
+    found.unused = _unused(recorded, found.unread, max((root.index for root in roots), default=0))
     found.copies = sum(bool(recorded.at_step.some[k]) for k in found.unread)
     found.by_hand = whole.norm > 0 and not bool(gave_some.any())
     return found
+
+
+def _unused(recorded: Recorded, unread: tuple[int, ...], last: int) -> tuple[int, ...]:
+    """Those of the parameters that no operation before the `last` loss meets data with."""
+    tape, used = recorded.tape, 0
+    for op in tape.ops[:last] if unread else ():
+        if op.uses and op.content and not tape.is_of_averages(op):
+            used |= op.uses
+    return tuple(k for k in unread if not used >> k & 1)
 
 
 def _off_slope(recorded: Recorded, given: Tensor, was_given: Tensor) -> float | None:

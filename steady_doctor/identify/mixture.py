@@ -19,6 +19,7 @@ from steady_doctor.record.tape import Tape
 ADDS = {"add", "add_", "sub", "sub_", "rsub", "addcmul", "lerp"}
 LINEAR = 1e-3  # of the values: what may remain of a linear relation in float32, after a dozen operations
 LEAST_PART = 0.02  # of the elements that noise reaches: a mask may leave out the others
+FEWEST = 8  # numbers of a sample, of which two are fitted: points in the plane would fit whatever they are
 LOOKED_AT = 33  # rows of a table of noise levels
 PART = 4  # of the numbers of one sample that a draw has at the least, to be noise: a quarter
 LEAST = 64  # numbers of noise
@@ -58,6 +59,7 @@ class Mixture:
     index: Tensor | None = None  # [B]: the row of a table that the shares come from
     table: Tensor | None = None  # [3, rows looked at]: row, a, b
     growth: Tensor | None = None  # [B]: of the logarithm of (a / b)^2, with a level that is drawn as a number of its own
+    told_within: bool = False  # the network gets the level in one value with the mixture, as a row of embeddings
     behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
     given: Op | None = None  # what the network gets: the mixture itself, or what was made of it
 
@@ -285,7 +287,7 @@ def _find_clean(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
             continue
         a, left = multiple(rest, value * mixture.where)
         offset = None
-        if float(left.max()) > LINEAR:
+        if float(left.max()) > LINEAR and value[0].numel() >= FEWEST:
             a, offset, left = _multiple_and_constant(rest, value, mixture.where)
         if float(left.max()) < LINEAR and float(a.abs().max()) > 0:
             mixture.clean, mixture.clean_value, mixture.a, mixture.offset = op, value, a, offset
@@ -377,6 +379,9 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
         rounded[each.value] = any(op.dtype in (torch.float16, torch.bfloat16) for op in narrow)
         found.append((each.value, tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)))
     if not found:
+        mixed = [each.value for each in given if each.value.content & mixture.noise.content]
+        beside = {op for value in mixed for op in tape.upstream(value, [mixture.input])}
+        mixture.told_within = any(level in beside for level in mixture.levels)
         return
     # A network that is told two times, as those that go from one to the other, is told the level by one of them.
     follow = ((value, told) for value, told in found if told and _follows(told[0], mixture, value in of_each))

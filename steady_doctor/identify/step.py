@@ -40,7 +40,7 @@ class Mixed:
     offset: Tensor | None = None
     clean: Figures | None = None
     index_range: tuple[int, int] | None = None  # of which it is drawn: the first, and the first beyond
-    has_source: bool = True  # it is known what decides the noise levels
+    has_source: bool = True  # it is known what decides the noise levels, and whether the network is told
     told: tuple[Tensor, ...] = ()  # numbers on the way from the noise level to the network, the last first
     told_rounded: bool = False  # they were in half precision
     index: Tensor | None = None  # the row of a table that the shares come from
@@ -175,7 +175,7 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
         mixture.offset,
         None if mixture.clean_value is None else Figures.of(mixture.clean_value),
         mixture.index_range,
-        bool(mixture.levels),
+        bool(mixture.levels) and not mixture.told_within,
         mixture.told,
         mixture.told_rounded,
         mixture.index,

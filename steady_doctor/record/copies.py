@@ -97,20 +97,27 @@ class Copies:
         ways = Samples(self._parameters).rows - self._starts
         is_other = ways.norm(dim=1) > 10 * CHANGED * self._starts.norm(dim=1)
         self.changed = set(torch.nonzero(is_other).flatten().tolist())
-        tensors = [copy.tensor() for copy in self.all]
-        for copy, tensor, now in zip(self.all, tensors, Samples(tensors).rows):
-            copy.alive = tensor is not None
-            if tensor is None:
-                continue
+        for copy, tensor in self._see(ways):
             source = tape.origin(tensor)
             copy.in_losses += source is not None and source.index in loss
             copy.looks += 1
-            gone, way = now - copy.start, ways[copy.parameter]
-            far = float(gone.norm()) > CHANGED * float(copy.start.norm())
-            copy.moved |= far or float(gone @ way) > SAME_WAY * float(gone.norm() * way.norm()) > 0
         moved = [not torch.equal(_copied(mine), before) for (mine, _), (before, _) in zip(self._pairs, self._statistics)]
         still = [torch.equal(_copied(theirs), before) for (_, theirs), (_, before) in zip(self._pairs, self._statistics)]
         self.left_behind = bool(moved) and all(moved) and all(still)
+
+    def end(self) -> None:
+        """When the script is over: an average of the last part of the training has moved since the last recorded update."""
+        self._see(Samples(self._parameters).rows - self._starts)
+
+    def _see(self, ways: Tensor) -> list[tuple[Copy, Tensor]]:
+        """Notes which copies have moved, `ways` [P, SAMPLED] being those of the weights. Returns those that are still there."""
+        tensors = [copy.tensor() for copy in self.all]
+        for copy, tensor, now in zip(self.all, tensors, Samples(tensors).rows):
+            copy.alive = tensor is not None
+            gone, way = now - copy.start, ways[copy.parameter]
+            far = float(gone.norm()) > CHANGED * float(copy.start.norm())
+            copy.moved |= copy.alive and (far or float(gone @ way) > SAME_WAY * float(gone.norm() * way.norm()) > 0)
+        return [(copy, tensor) for copy, tensor in zip(self.all, tensors) if tensor is not None]
 
     def of(self, which: Iterable[Copy]) -> set[int]:
         return {copy.parameter for copy in which}

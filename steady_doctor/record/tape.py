@@ -161,12 +161,12 @@ class Tape(Replay, TorchDispatchMode):
         for tensor in made:
             if (key := self._storage(tensor)) not in before:
                 self._writers[key] = op
-        if op.uses and self._is_of_averages(op):
+        if op.uses and self.is_of_averages(op):
             self._note_writes(op, written or made)
         elif op.meets and first is not None and first.numel() > 1:  # a loss with a penalty is no layer's output
             self._hold(op, first)
 
-    def _is_of_averages(self, op: Op) -> bool:
+    def is_of_averages(self, op: Op) -> bool:
         """Whether it was made of parameters, of what has their shapes, and of single numbers, such as a decay; of no draws."""
         made_of = [one for one in self.sources(op.content) if one.kind != "outside" or one.shape]
         return not op.behind and all(one.kind == "outside" and torch.Size(one.shape) in self._shapes for one in made_of)
