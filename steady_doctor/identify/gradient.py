@@ -41,7 +41,7 @@ class Gradient:
     without: tuple[int, ...] = ()  # parameters that the losses depend on, and that get none
     zero: tuple[int, ...] = ()  # those of which each number is zero at the step, or that have none
     unread: tuple[int, ...] = ()  # parameters of the optimizer that no loss depends on
-    unused: tuple[int, ...] = ()  # those of them that no operation before the last loss reads, as of a head that is switched off
+    unused: tuple[int, ...] = ()  # those of them that no operation meets data with, as of a head that is switched off
     copies: int = 0  # of these, those that get a gradient from elsewhere
     parameters: int = 0  # of the optimizer
     wanted: int = 0  # of these, those that want a gradient; one of one number, or none, may tell a module's code of its device

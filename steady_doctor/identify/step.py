@@ -221,7 +221,7 @@ def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
     asked = Asked(target.kind, target.p, target.q, target.rest, target.seen)
     asked.skips, asked.noised = target.skips, target.noised
     asked.by_network = any(front.content and front not in target.layers for front in root.fronts)
-    if target.slope is not None and target.slope.shape[0] == mixture.size:
+    if target.slope is not None and not target.by_variance and target.slope.shape[0] == mixture.size:
         slope = target.slope.abs().flatten(1)
         asked.slope, asked.each = slope.amax(1), slope.shape[1]
         asked.even = float((slope.amin(1) / asked.slope.clamp(min=1e-30)).min())

@@ -16,6 +16,7 @@ from steady_doctor.record.tape import Tape
 COMPARES = {"sub", "rsub", "sub_", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 LEAST_STEP = 0.1  # of the output, above the rounding of what it is compared with; networks begin with outputs of nearly 0
 SAME_WEIGHT = 1e-3  # of a weight, which is a quotient of differences
+BESIDE, UNEVEN = 1e-3, 0.1  # of the target's spread; and of the gradient at the output
 QUADRATIC = 1e-2  # by how much the slope of the gradient may change between two steps
 
 
@@ -33,6 +34,7 @@ class Target:
     rest: Tensor | None = None  # the share of the target that is neither, [B]
     skips: bool = False  # an image is added to the output before it is compared, or the noised one is taken off the target
     seen: Tensor | None = None  # samples of which enough elements count, [B]
+    by_variance: bool = False  # how much its errors count depends on a variance that the network gives, too
     noised: bool = True  # any of what counts has noise in the input
 
 
@@ -100,7 +102,11 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
     layers = root.fronts & set(tape.upstream(output))
     try:
         value = tape.value(output).double()  # the loss again, without rounding
-        gradients = [gradient_of(tape, root, output, v) for v in (value, value + _step(value), value - _step(value))]
+        step, beside = _step(value), None
+        if _with_variance(value, mixture):
+            step[:, mixture.value.shape[1] :] = 0  # what else is learned of a number changes how much its error counts
+            beside = gradient_of(tape, root, output, value + _step(value) - step)
+        gradients = [gradient_of(tape, root, output, v) for v in (value, value + step, value - step)]
     except (NotRecorded, RuntimeError):
         return Target(output, layers, "unknown")
     known = [gradient for gradient in gradients if gradient is not None]
@@ -109,8 +115,7 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
     if not any(bool(gradient.any()) for gradient in known):
         return Target(output, layers, "flat")
     here, above, below = known
-    step = _step(value)
-    slope, before = (above - here) / step, (here - below) / step
+    slope, before = (torch.where(step == 0, 0.0, difference / step) for difference in (above - here, here - below))
     largest = slope.abs().flatten(1).amax(1).reshape(-1, *[1] * (slope.ndim - 1)) if slope.ndim > 1 else slope.abs()
     if bool(largest.any()) and bool(((slope - before).abs() <= QUADRATIC * largest).all()):
         counts = slope.abs() > 1e-4 * largest  # of its own sample: weights may span many orders
@@ -118,14 +123,23 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
         found = Target(output, layers, "squared", wanted, torch.where(counts, slope, 0.0))
     else:
         wanted = _compared(tape, root, output, value)
+        wanted = None if wanted is None else _where_least(tape, root, output, wanted, here)
         if wanted is None:
             return Target(output, layers, "none")
         found = Target(output, layers, "operand", wanted)
+    if _with_variance(value, mixture) and beside is not None:
+        ours, others = (one[:, : mixture.value.shape[1]] for one in (here, beside))
+        found.by_variance = bool((ours - others).norm() > SAME_WEIGHT * ours.norm())
     found.skips = _skips(tape, root, output, mixture)
     _as_images(tape, root, mixture, found, wanted)
     if found.value is not None and found.value.shape == mixture.value.shape and mixture.clean_value is not None:
         _shares(tape, mixture, found.value, found)
     return found
+
+
+def _with_variance(value: Tensor, mixture: Mixture) -> bool:
+    shape = mixture.value.shape
+    return len(shape) > 2 and value.shape == (shape[0], 2 * shape[1], *shape[2:])
 
 
 def _step(value: Tensor) -> Tensor:
@@ -159,6 +173,18 @@ def _compared(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
             return None
         return value + (wanted - here) * step / (there - here)
     return None
+
+
+def _where_least(tape: Tape, root: Op, output: Op, wanted: Tensor, here: Tensor) -> Tensor | None:
+    """`wanted` where the loss is as large on both sides of it, NaN in other samples: their errors count in another way, as the
+    last step of a variational bound does. None where there are too few of the former."""
+    if wanted.ndim < 2 or not bool(torch.isfinite(wanted).all()):
+        return wanted
+    slopes = [gradient_of(tape, root, output, wanted + side * BESIDE * wanted.std()) for side in (1, -1)]
+    if slopes[0] is None or slopes[1] is None:
+        return wanted
+    off = (slopes[0] + slopes[1]).flatten(1).norm(dim=1) > UNEVEN * here.flatten(1).norm(dim=1)
+    return None if 2 * int(off.sum()) > len(off) else torch.where(off.reshape(-1, *[1] * (wanted.ndim - 1)), torch.nan, wanted)
 
 
 def _comparisons(tape: Tape, root: Op, output: Op) -> Iterator[tuple[Op, Op]]:
@@ -286,12 +312,15 @@ def _rolled(tape: Tape, values: list[Op], kept: Tensor | None = None) -> dict[Op
 
 
 def _slopes(tape: Tape, root: Op, target: Target, instead: dict[Op, Tensor]) -> Tensor | None:
-    """The second derivative of the loss by each number of the output; None where there is none."""
+    """The second derivative of the loss by each number of the output but for a variance; None where there is none."""
     if target.slope is None:
         return None
     value = tape.value(target.output).double()
+    step = _step(value)
+    if value.ndim > 2 and value.shape[1] == 2 * target.slope.shape[1]:
+        step[:, target.slope.shape[1] :] = 0
     try:
-        here, above = (gradient_of(tape, root, target.output, v, instead) for v in (value, value + _step(value)))
+        here, above = (gradient_of(tape, root, target.output, v, instead) for v in (value, value + step))
     except NotRecorded:
         return None
-    return None if here is None or above is None else ((above - here) / _step(value)).abs()
+    return None if here is None or above is None else torch.where(step == 0, 0.0, (above - here) / step).abs()

@@ -12,6 +12,7 @@ from steady_doctor.seen import Seen
 
 REST = 2e-2  # of the target, that is neither of this image nor of this noise
 CLOSE = 2e-2  # of the shares
+WIDE = 2.0  # times: by less, a wrong factor of all targets would look like a function of the level
 LOOKS = 3  # passes that agree
 
 
@@ -29,12 +30,30 @@ class Asks:
         self.has_table = any(one.mixture.index is not None for one in passes)
         self.skips = any(one.target.skips for one in passes)
         self.fits = [name for name, pair in self._known(scale).items() if self._is(*pair)]
+        slopes = [one.target.slope for one in passes]
+        self.scaled = not self.fits and None not in slopes
+        if self.scaled:
+            self._divided(torch.cat([slope[one.target.seen] for slope, one in zip(slopes, passes)]).sqrt(), scale)
 
     def _is(self, p: Tensor, q: Tensor) -> bool:
         return all(
             bool(((x - y).abs() <= CLOSE * torch.maximum(p.abs(), q.abs()).clamp(min=1e-9)).all())
             for x, y in ((self.p, p), (self.q, q))
         )
+
+    def _divided(self, factor: Tensor, scale: float) -> None:
+        """An output that is divided by a function of the level, such as sigma, before it is compared: as much as the target is
+        larger, each of its errors counts less."""
+        if bool((factor <= 0).any()) or float(factor.max()) < WIDE * float(factor.min()):
+            return
+        given = self.p, self.q
+        for name, (p, q) in self._known(scale).items():
+            size = torch.maximum(p.abs(), q.abs()) / torch.maximum(given[0].abs(), given[1].abs())
+            even = size / factor
+            if float(even.max()) < (1 + CLOSE) * float(even.min()):
+                self.p, self.q = given[0] * size, given[1] * size
+                self.fits += [name] if self._is(p, q) else []
+        self.p, self.q = given
 
     def _known(self, scale: float) -> dict[str, tuple[Tensor, Tensor]]:
         a, b, one, zero = self.a, self.b, torch.ones_like(self.a), torch.zeros_like(self.a)

@@ -15,9 +15,9 @@ from steady_doctor.seen import Seen
 VARIES = 0.05  # of the logarithm of the weight
 NEAR, JUMP, SELDOM = 0.05, 0.2, 0.1  # in logarithms, of the SNR and of the weight; and a share of the neighbors
 STEEPEST = {
-    "vp": 1.1,
-    "edm": 1.1,
-    "ve": 1.1,
+    "vp": 1.5,
+    "edm": 1.5,
+    "ve": 1.5,
     "flow": 2.1,
 }  # growth of the weight of the image's error with the SNR, in logarithms
 
@@ -60,7 +60,7 @@ def by_level(seen: Seen) -> Iterator[Found]:
 def form(seen: Seen) -> Iterator[Found]:
     """No level counts more the less it tells, seen from the error in the image."""
     weights, asked, found = Weights(seen), asks(seen), levels(seen)
-    if asked is None or found is None or not asked[1].fits or len(weights) < 12 or any(by_level(seen)):
+    if asked is None or found is None or not asked[1].fits or asked[1].scaled or len(weights) < 12 or any(by_level(seen)):
         return
     update, fits = asked[0], asked[1].fits[0]
     factor = of_image(fits, weights.snr, found.kind, found.scale)
