@@ -16,7 +16,7 @@ import os
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, unquote_to_bytes
 
@@ -67,22 +67,15 @@ def find_image_column(
             column can be meant in two ways.
     """
     features = dataset.features
-    kinds = {name: kind_of(feature) for name, feature in features.items()}
     peek = first_cell or (lambda name: _first_cell(dataset, name))
-    if requested is not None and requested not in features:
+    if requested is None:
+        found = next(filter(None, _candidates(features, peek)), [])
+    elif requested not in features:
         raise UserError(f"--image_column {requested}: the dataset has no such column\nits columns: {describe_columns(dataset)}")
-    if requested is not None:
-        if kinds[requested] is None and not isinstance(features[requested], dict):
-            raise UserError(f"--image_column {requested}: this column has no images\nthe columns: {describe_columns(dataset)}")
-        _refuse(requested, features[requested], peek(requested))
-        return [requested], []
-    usual = [name for name in features if name.lower() in _IMAGE_NAMES]
-    found = [name for name in features if kinds[name] == "image"]
-    found = found or sorted((name for name in features if kinds[name] == "file"), key=lambda name: name not in usual)
-    found = found or [name for name in features if kinds[name] == "array"]
-    found = found or [name for name in usual if kinds[name] or isinstance(features[name], dict)]
-    found = found or [name for name in features if kinds[name] == "wrapped"]
-    found = found or [name for name in features if kinds[name] == "text" and _is_image(peek(name), features[name])]
+    elif kind_of(features[requested]) is None and not isinstance(features[requested], dict):
+        raise UserError(f"--image_column {requested}: this column has no images\nthe columns: {describe_columns(dataset)}")
+    else:
+        found = [requested]
     if found:
         _refuse(found[0], features[found[0]], peek(found[0]))
         several = f"image columns {', '.join(found)}: {found[0]} is used (--image_column chooses)"
@@ -95,6 +88,18 @@ def find_image_column(
         raise UserError(f"the dataset has no column that looks like images\n{hint}")
     side = math.isqrt(len(pixels))
     return pixels, [f"the {len(pixels)} columns {pixels[0]} to {pixels[-1]} are the pixels of {side}x{side} images"]
+
+
+def _candidates(features: dict[str, Any], peek: FirstCell) -> Iterator[list[str]]:
+    """The columns that may have the images, group after group, the likeliest one first."""
+    kinds = {name: kind_of(feature) for name, feature in features.items()}
+    usual = [name for name in features if name.lower() in _IMAGE_NAMES]
+    yield [name for name in features if kinds[name] == "image"]
+    yield sorted((name for name in features if kinds[name] == "file"), key=lambda name: name not in usual)
+    yield [name for name in features if kinds[name] == "array"]
+    yield [name for name in usual if kinds[name] or isinstance(features[name], dict)]
+    yield [name for name in features if kinds[name] == "wrapped"]
+    yield [name for name in features if kinds[name] == "text" and _is_image(peek(name), features[name])]
 
 
 def _first_cell(dataset: "Dataset", name: str) -> object:
@@ -291,10 +296,10 @@ def content_of(cell: object, feature: object) -> bytes | str | np.ndarray | None
     """
     import datasets
 
-    if cell is None or cell in ("", []) if not isinstance(cell, np.ndarray) else not len(cell):
-        return None
     if isinstance(cell, np.ndarray):
-        return _shaped(cell)
+        return _shaped(cell) if len(cell) else None
+    if cell is None or cell in ("", []):
+        return None
     if isinstance(cell, str):
         return _of_text(cell)
     if isinstance(cell, dict):
