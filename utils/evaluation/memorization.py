@@ -15,7 +15,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from utils.core.images import side_by_side
 from utils.data.augmentation import to_unit_range
 from utils.data.dataset import ImageSet
-from utils.diagnostics.data_check import NEAR_COPY_DISTANCE, gray_thumbnails
+from utils.diagnostics.data_check import NEAR_COPY_DISTANCE, gray_thumbnails, nearest
 from utils.evaluation.extractor_base import eight_bit
 from utils.evaluation.feature_sets import evenly
 
@@ -41,24 +41,8 @@ def kept_for_memorization(count: int, image_bytes: int) -> int:
 def nearest_rows(queries: torch.Tensor, rows: torch.Tensor, own: torch.Tensor | None = None) -> Nearest:
     """Among `rows` [N, D] by Euclidean distance; `own` int64 [n] is the row that each query must not find: itself."""
     chunks = torch.arange(len(rows)).split(_at_once(max(len(queries), 1)))
-    indices = _nearest(queries, ((int(chunk[0]), rows[chunk]) for chunk in chunks), own)
+    indices = nearest(queries, ((int(chunk[0]), rows[chunk]) for chunk in chunks), own)
     return Nearest((queries - rows[indices]).norm(dim=1), indices)
-
-
-def _nearest(queries: torch.Tensor, chunks: Iterable[tuple[int, torch.Tensor]], own: torch.Tensor | None) -> torch.Tensor:
-    """Index int64 [n] of each query's nearest row; `chunks` gives (index of the first row, rows)."""
-    queries = queries.double()  # the scores of faint or far-off images are small differences of large numbers
-    best, indices = queries.new_full((len(queries),), torch.inf), torch.zeros(len(queries), dtype=torch.int64)
-    for start, rows in chunks:
-        rows = rows.double()
-        scores = torch.addmm(rows.square().sum(1), queries, rows.T, alpha=-2)  # |q - r|^2 without |q|^2, the same for all r
-        if own is not None:
-            here = (own >= start) & (own < start + len(rows))
-            scores[here.nonzero()[:, 0], own[here] - start] = torch.inf
-        found, places = scores.min(1)
-        better = found < best
-        best[better], indices[better] = found[better], places[better] + start
-    return indices
 
 
 def small_pixels(images: torch.Tensor) -> torch.Tensor:
@@ -96,7 +80,7 @@ def closest(chunks: Callable[[], Iterable[torch.Tensor]], training: ImageSet, ow
     count, pixels = queries.shape[1:]
     parts = torch.arange(len(training)).split(_at_once(max(math.prod(training.shape), pixels, 2 * count)))
     rows = ((int(part[0]), small_pixels(_fetch(training, part))) for part in parts)
-    indices = _nearest(queries.flatten(0, 1), rows, own if own is None else own.repeat(2)).view(2, count)
+    indices = nearest(queries.flatten(0, 1), rows, own if own is None else own.repeat(2)).view(2, count)
     distances, relative, start = torch.empty(2, count), torch.empty(2, count, dtype=torch.float64), 0
     for images in chunks():
         part = slice(start, start + len(images))
