@@ -17,18 +17,16 @@ import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
+import datasets
 import numpy as np
 
 from utils.core.errors import UserError
 from utils.data.columns import LABEL_NAMES, describe_columns, is_number, number_type
 from utils.data.decode import ImageFile, begins_an_image, image_suffixes
 from utils.data.stored_files import is_address
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 _IMAGE_NAMES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp", "image_path", "image_url", "url")
 _ROWS = 1024  # read at a time
@@ -51,7 +49,7 @@ class NoImage(ValueError):
 
 
 def find_image_column(
-    dataset: "Dataset", requested: str | None = None, first_cell: FirstCell | None = None
+    dataset: datasets.Dataset, requested: str | None = None, first_cell: FirstCell | None = None
 ) -> tuple[list[str], list[str]]:
     """Returns the name of the image column, or the names of columns of one pixel each, and notes on the choice.
 
@@ -102,7 +100,7 @@ def _candidates(features: dict[str, Any], peek: FirstCell) -> Iterator[list[str]
     yield [name for name in features if kinds[name] == "text" and _is_image(peek(name), features[name])]
 
 
-def _first_cell(dataset: "Dataset", name: str) -> object:
+def _first_cell(dataset: datasets.Dataset, name: str) -> object:
     column = dataset.select_columns([name]).with_format("arrow")
     for start, stop in ((0, 1), (1, _ROWS)):  # the first row alone: others may hold large images
         if (cell := first_of(column[start : min(stop, len(dataset))].column(name))) is not None:
@@ -141,7 +139,7 @@ def _is_image(cell: object, feature: object) -> bool:
     return is_path or isinstance(content, bytes)
 
 
-def _pixel_columns(dataset: "Dataset") -> list[str]:
+def _pixel_columns(dataset: datasets.Dataset) -> list[str]:
     """The columns of one pixel each: those of numbers whose names differ by a number alone, in the order of that.
 
     Raises UserError where they may be pixels of three colors, whose order nobody knows.
@@ -179,7 +177,7 @@ class EncodedImages:
         dtype, shape: of the first image, where they are arrays; else None.
     """
 
-    def __init__(self, dataset: "Dataset", columns: list[str], base: str | None = None, first_row: int = 0):
+    def __init__(self, dataset: datasets.Dataset, columns: list[str], base: str | None = None, first_row: int = 0):
         """`first_row`: the number of the first row, for the names of images."""
         self.columns, self._base, self._first_row = columns, "", first_row
         self.table = dataset.select_columns(columns).with_format("arrow")
@@ -260,8 +258,6 @@ def kind_of(feature: object) -> str | None:
     """What the values of a `datasets` feature can hold as pixels: "image" (the type), "file" (bytes), "array", "wrapped" (one
     of these in a list or a struct), or what is an image under some names only: "text" (paths, base64; raw pixels, to be told of
     them) and "numbers" (lists); None: nothing."""
-    import datasets
-
     if isinstance(feature, datasets.Image):
         return "image"
     if isinstance(feature, (datasets.Array2D, datasets.Array3D)):
@@ -294,8 +290,6 @@ def content_of(cell: object, feature: object) -> bytes | str | np.ndarray | None
 
     Raises NoImage.
     """
-    import datasets
-
     if isinstance(cell, np.ndarray):
         return _shaped(cell) if len(cell) else None
     if cell is None or cell in ("", []):

@@ -12,14 +12,14 @@ Rows are in the order of the metadata, else of the files' names. What is not use
 import posixpath
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import datasets
+import pyarrow as pa
 
 from utils.core.errors import UserError
 from utils.data.decode import image_suffixes
 from utils.data.file_tree import FileTree, FolderTable, suffix_of
-
-if TYPE_CHECKING:
-    import datasets
 
 _SPLITS = {
     "train": ("train", "training"),
@@ -54,8 +54,6 @@ class ImageFolder:
     """
 
     def __init__(self, tree: FileTree, source: str, split: str, prefixes: dict[str, str] | None = None):
-        import datasets
-
         self._tree, self._source = tree, source
         self._images = tree.images()
         self._prefixes = {"all": ""} if split == "all" else prefixes or self._splits()
@@ -132,10 +130,7 @@ class ImageFolder:
         """The deepest folder that divides the images: of n01/images/a.png and n02/images/b.png, n01 and n02."""
         return name.split("/")[-1 - self._above]
 
-    def _table(self, rows: list[tuple[int, str]], classes: dict[str, int] | None) -> "datasets.Dataset":
-        import datasets
-        import pyarrow as pa
-
+    def _table(self, rows: list[tuple[int, str]], classes: dict[str, int] | None) -> datasets.Dataset:
         try:
             found = [self._tree.paths[name] if self._metadata is None else self._beside.paths[row] for row, name in rows]
             paths = pa.array(found, pa.string())

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, Any, TypeVar
 
+import datasets
 from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
@@ -25,9 +26,6 @@ from utils.core.errors import UserError, one_line
 from utils.data.sources import find_builder
 from utils.data.stored_files import is_address
 from utils.options.flags import DataOptions
-
-if TYPE_CHECKING:
-    import datasets
 
 T = TypeVar("T")
 
@@ -71,7 +69,7 @@ class Shard:
         return self.address.rpartition("/")[2]
 
 
-def find_shards(options: DataOptions) -> tuple[list[Shard], "datasets.Features | None"]:
+def find_shards(options: DataOptions) -> tuple[list[Shard], datasets.Features | None]:
     """Returns the shards that the options name, in their order, and the types of the columns where the dataset declares them.
 
     Raises UserError where there are none, or they are files of another kind.
@@ -136,7 +134,7 @@ def _no_such_split(split: str, name: object, splits: Iterable[str]) -> UserError
     return UserError(f"--dataset_split {split}: {name} has no such split (--streaming takes whole splits)\n{hint}")
 
 
-def _of_builder(options: DataOptions) -> tuple[list[str], "datasets.Features | None"]:
+def _of_builder(options: DataOptions) -> tuple[list[str], datasets.Features | None]:
     name, split = options.dataset_name, options.dataset_split
     if Path(str(name)).is_dir() and not any(path.suffix.lower() in ENDINGS for path in Path(str(name)).rglob("*")):
         raise UserError(f"--streaming reads {KINDS}, and {name} has none\nleave --streaming out")
