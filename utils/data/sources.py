@@ -20,6 +20,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+from huggingface_hub import snapshot_download
 from PIL import Image
 from pyarrow.dataset import ParquetFragmentScanOptions
 
@@ -206,8 +207,6 @@ def _one_line(dataset_name: object) -> Iterator[None]:
 
 def _builder(source: dict[str, Any], is_local: bool) -> datasets.DatasetBuilder:
     """What `datasets` found out about the data; without a network, of what was downloaded earlier."""
-    from huggingface_hub import snapshot_download
-
     try:
         return datasets.load_dataset_builder(**source)
     except ConnectionError:  # nothing that `datasets` prepared; perhaps an image folder, which it does not
