@@ -15,6 +15,7 @@ from models.edm2_unet import EDM2UNet
 from models.edm_heun import EDMHeunScheduler
 from models.flow_scheduler import FlowScheduler
 from utils.core.errors import UserError, in_full
+from utils.core.files import read_json
 from utils.core.hub import told
 from utils.core.size import Size
 from utils.data.autoencoder import Autoencoder, Scale, autoencoder_of, load_autoencoder
@@ -163,7 +164,7 @@ def place_of_decoder(pipeline: str) -> str:
     folder = Path(exported(pipeline))
     if _has_index(folder) or not _is_checkpoint(pipeline):
         return str(folder)
-    record, saved = _record(folder), _state(pipeline)
+    record, saved = read_json(folder / "options.json"), _state(pipeline)
     return str(located({**record, "options": {**record.get("options", {}), "vae": saved["vae"]}}, folder, ["vae"])["vae"])
 
 
@@ -188,13 +189,6 @@ def _state(checkpoint: str | Path) -> dict[str, Any]:
         raise UserError(
             f"cannot load {checkpoint}: its state.json is damaged: {in_full(error)}\nuse another checkpoint"
         ) from None
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """What options.json of a run holds; empty where it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return dict(json.loads((folder / "options.json").read_text()))
-    return {}
 
 
 def _made_by_options(checkpoint: Path) -> tuple[UNet2DModel | EDM2UNet, dict]:
@@ -249,7 +243,7 @@ def names_of_classes(pipeline: str) -> list[str]:
     """The names of a pipeline's classes, or of those of a checkpoint's run, by their numbers; empty where they have none."""
     index = _index_if_any(pipeline)
     if not index and _is_checkpoint(pipeline):
-        return _record(Path(pipeline).parent).get("class_names") or []
+        return read_json(Path(pipeline).parent / "options.json").get("class_names") or []
     names = index.get("id2label") or {}
     with contextlib.suppress(KeyError, TypeError):  # another's, numbered in another way
         return [names[str(number)] for number in range(len(names))]
@@ -282,7 +276,7 @@ def trained_bits(pipeline: str) -> int:
     """16 for a run, or a checkpoint of one, whose images have as many bits; 8 for everything else."""
     for folder in (Path(pipeline), Path(pipeline).parent):
         with contextlib.suppress(KeyError, TypeError):
-            return 16 if _record(folder)["options"]["preserve_input_precision"] else 8
+            return 16 if read_json(folder / "options.json")["options"]["preserve_input_precision"] else 8
     return 8
 
 

@@ -19,7 +19,7 @@ from utils.core.files import whole_file
 from utils.data.augmentation import to_unit_range
 from utils.data.dataset import ImageSet, content_fingerprint
 from utils.data.loader import SampleOrder
-from utils.evaluation.extractor_base import Extractor, eight_bit, weights_sha256
+from utils.evaluation.extractor_base import Extractor, eight_bit, tensors_sha256
 
 VERSION = 2  # raise it when the same data gives other weights
 _SIDE = 32  # pixels: larger images are averaged down, so that training takes a minute or so at any resolution
@@ -88,7 +88,7 @@ def trained_classifier(images: ImageSet, cache_dir: Path | None) -> Classifier:
         classifier.accuracy = _train(classifier, images)
         if path:
             _save(classifier, path)
-    classifier.sha256 = weights_sha256(classifier)
+    classifier.sha256 = tensors_sha256(classifier.state_dict())
     return classifier.eval().requires_grad_(False)
 
 

@@ -17,7 +17,7 @@ from utils.core import randomness
 from utils.core.errors import UserError
 from utils.data.augmentation import to_unit_range
 from utils.data.dataset import ImageSet
-from utils.evaluation.extractor_base import Extractor, eight_bit, weights_sha256
+from utils.evaluation.extractor_base import Extractor, eight_bit, tensors_sha256
 
 EXTRACTORS = ("randconv", "classifier", "pixels", "inception", "dinov2")
 
@@ -41,7 +41,7 @@ class RandomConvolutions(Extractor):
         for scale in range(self.SCALES):
             for layer, (outputs, inputs) in enumerate(((self.HIDDEN, channels), (self.SECOND, self.HIDDEN))):
                 self.register_buffer(f"weight_{scale}_{layer}", _normal_filters(f"randconv {scale} {layer}", outputs, inputs))
-        self.sha256 = weights_sha256(self)
+        self.sha256 = tensors_sha256(self.state_dict())
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ class PrincipalPixels(Extractor):
         self.register_buffer("mean", pixels.mean(0).float())
         self.register_buffer("basis", vectors[:, -max(kept, 1) :].float())
         self.dimensions = self.basis.shape[1]
-        self.sha256 = weights_sha256(self)
+        self.sha256 = tensors_sha256(self.state_dict())
 
     def _flat(self, images: torch.Tensor) -> torch.Tensor:
         pixels = to_unit_range(images, 255)
