@@ -12,10 +12,9 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
-from torch.nn.functional import adaptive_avg_pool2d
 
 from utils.core import randomness
-from utils.data.augmentation import to_unit_range
+from utils.data.augmentation import averaged_down, to_unit_range
 from utils.data.dataset import ImageSet, Indices
 
 # An image is a near-copy of another when their 8 x 8 gray thumbnails differ, in root mean square, by less than this share
@@ -150,11 +149,7 @@ def _hashes(flat: np.ndarray) -> np.ndarray:
 
 def gray_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
     """Gray thumbnails float32 [batch, pixels] in [-1, 1] of integer images [batch, channels, height, width]."""
-    small = to_unit_range(pixels, max_value)
-    height, width = (min(side, _THUMBNAIL) for side in small.shape[-2:])
-    if small.shape[-2:] != (height, width):
-        small = adaptive_avg_pool2d(small, (height, width))
-    small = small.flatten(2)
+    small = averaged_down(to_unit_range(pixels, max_value), _THUMBNAIL).flatten(2)
     if small.shape[1] in (3, 4):  # without alpha
         return _LUMA @ small[:, :3]
     return small[:, 0] if small.shape[1] <= 2 else small.mean(1)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from utils.core.errors import UserError
 from utils.core.files import whole_file
-from utils.data.augmentation import to_unit_range
+from utils.data.augmentation import averaged_down, to_unit_range
 from utils.data.dataset import ImageSet, content_fingerprint
 from utils.data.loader import SampleOrder
 from utils.evaluation.extractor_base import Extractor, eight_bit, tensors_sha256
@@ -51,9 +51,7 @@ class Classifier(Extractor):
         self.head = nn.Linear(64, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        pixels = to_unit_range(images, 255)
-        height, width = (min(side, _SIDE) for side in pixels.shape[-2:])
-        return self.layers(functional.adaptive_avg_pool2d(pixels, (height, width))).mean((2, 3))
+        return self.layers(averaged_down(to_unit_range(images, 255), _SIDE)).mean((2, 3))
 
     def probabilities(self, features: torch.Tensor) -> torch.Tensor:
         """Of the classes, float32 [n, classes], from features [n, 64]."""

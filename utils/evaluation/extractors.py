@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from utils.core import randomness
 from utils.core.errors import UserError
-from utils.data.augmentation import to_unit_range
+from utils.data.augmentation import averaged_down, to_unit_range
 from utils.data.dataset import ImageSet
 from utils.evaluation.extractor_base import Extractor, eight_bit, tensors_sha256
 
@@ -45,11 +45,7 @@ class RandomConvolutions(Extractor):
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        pixels = to_unit_range(images, 255)
-        if max(pixels.shape[-2:]) > self.LARGEST:
-            height, width = (min(side, self.LARGEST) for side in pixels.shape[-2:])
-            pixels = functional.adaptive_avg_pool2d(pixels, (height, width))
-        features = []
+        pixels, features = averaged_down(to_unit_range(images, 255), self.LARGEST), []
         for scale in range(self.SCALES):
             if scale:
                 pixels = _halve(pixels)
@@ -110,9 +106,7 @@ class PrincipalPixels(Extractor):
         self.sha256 = tensors_sha256(self.state_dict())
 
     def _flat(self, images: torch.Tensor) -> torch.Tensor:
-        pixels = to_unit_range(images, 255)
-        height, width = (min(side, self.SIDE) for side in pixels.shape[-2:])
-        return functional.adaptive_avg_pool2d(pixels, (height, width)).flatten(1)
+        return averaged_down(to_unit_range(images, 255), self.SIDE).flatten(1)
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:

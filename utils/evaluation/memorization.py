@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from PIL import Image
-from torch.nn.functional import adaptive_avg_pool2d
 
 from utils.core.images import side_by_side
-from utils.data.augmentation import to_unit_range
+from utils.data.augmentation import averaged_down, to_unit_range
 from utils.data.dataset import ImageSet
 from utils.diagnostics.data_check import NEAR_COPY_DISTANCE, gray_thumbnails, nearest
 from utils.evaluation.extractor_base import eight_bit
@@ -47,8 +46,7 @@ def nearest_rows(queries: torch.Tensor, rows: torch.Tensor, own: torch.Tensor | 
 
 def small_pixels(images: torch.Tensor) -> torch.Tensor:
     """float32 [n, C x h x w] in [-1, 1] of uint8 [n, C, H, W], averaged down to at most 16 x 16."""
-    height, width = (min(side, SIDE) for side in images.shape[-2:])
-    return adaptive_avg_pool2d(to_unit_range(images, 255), (height, width)).flatten(1)
+    return averaged_down(to_unit_range(images, 255), SIDE).flatten(1)
 
 
 def near_duplicates(images: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
