@@ -173,6 +173,13 @@ def on_main_process(accelerator: Accelerator, what: str, function: Callable[...,
     _meet(accelerator, what, failure)
 
 
+def made_on_main_process(accelerator: Accelerator, what: str, function: Callable[..., T], *args: Any) -> T:
+    """Returns on every process what `function` gives on the main one; see `on_main_process`."""
+    found: list[T] = []
+    on_main_process(accelerator, what, lambda: found.append(function(*args)))
+    return from_main_process(found)[0]
+
+
 def from_main_process(value: T) -> T:
     """Returns the main process's `value`, on all of them. No process may have to wait for it long: see `waited_for`."""
     needs_all("the main process's value")
