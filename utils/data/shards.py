@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import re
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +21,7 @@ import datasets
 from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
+from utils.core.bars import print_progress
 from utils.core.errors import UserError, one_line
 from utils.data.sources import find_builder
 from utils.data.stored_files import is_address
@@ -257,10 +257,6 @@ def patiently(
                 tries = f", {number + 1} times" if number and not final else ""
                 raise UnreadableShard(address, f"{one_line(error)}{tries}") from error
             if number == 0:
-                (say or _print)(f"cannot read the shard {address} now ({one_line(error)}); trying again")
+                (say or print_progress)(f"cannot read the shard {address} now ({one_line(error)}); trying again")
             time.sleep(wait)
     raise AssertionError("unreachable")
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -371,7 +371,7 @@ class RunOptions(
     @property
     def sampling_steps(self) -> int | None:
         """Steps of the sampler that were asked for."""
-        raise NotImplementedError
+        return getattr(self, self.sampling_flag.removeprefix("--"))
 
     @classmethod
     def preset_name(cls, given: dict[str, Any]) -> str | None:
@@ -512,10 +512,6 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
 
     sampling_flag: ClassVar[str] = "--ddpm_num_inference_steps"
 
-    @property
-    def sampling_steps(self) -> int | None:
-        return self.ddpm_num_inference_steps
-
     def uses_channels_last(self, device_type: str) -> bool:
         """`channels_last`, or where the network is compiled for a GPU."""
         return self.compile and device_type == "cuda" if self.channels_last is None else self.channels_last
@@ -591,10 +587,6 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
     script = "train_edm2"
 
     sampling_flag: ClassVar[str] = "--num_inference_steps"
-
-    @property
-    def sampling_steps(self) -> int | None:
-        return self.num_inference_steps
 
     optimizer: Any = changed(OptimizerOptions, "optimizer", "adam")
     learning_rate: float = changed(OptimizerOptions, "learning_rate", 0.01)
