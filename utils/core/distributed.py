@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
@@ -146,8 +147,6 @@ def local_processes(accelerator: Accelerator) -> int:
 
 def check_tracker(name: str) -> None:
     """Raises UserError for a tracker that Accelerate does not know, or would silently leave out for want of its package."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-
     if name not in LOGGER_TYPE_TO_CLASS:
         raise UserError(f"unknown --logger {name!r}\nchoose from {', '.join(sorted(map(str, LOGGER_TYPE_TO_CLASS)))}, none")
     if name not in [str(tracker) for tracker in get_available_trackers()]:

@@ -138,7 +138,7 @@ def _of_builder(options: DataOptions) -> tuple[list[str], datasets.Features | No
     name, split = options.dataset_name, options.dataset_split
     if Path(str(name)).is_dir() and not any(path.suffix.lower() in ENDINGS for path in Path(str(name)).rglob("*")):
         raise UserError(f"--streaming reads {KINDS}, and {name} has none\nleave --streaming out")
-    builder, _, _ = find_builder(options)
+    builder, _ = find_builder(options)
     if builder.name not in _BUILDERS:
         hint = "" if Path(str(name)).exists() else ", or try --dataset_revision refs/convert/parquet"
         raise UserError(f"--streaming reads {KINDS}, and {name} consists of other files\nleave --streaming out{hint}")

@@ -62,7 +62,7 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     Raises:
         UserError: no such dataset, config, revision or split, or a folder without images.
     """
-    dataset_name, dataset_split = options.dataset_name, options.dataset_split
+    dataset_name, dataset_split, description = options.dataset_name, options.dataset_split, _described(options)
     if dataset_name is None:
         if options.train_data_dir is None:
             raise UserError(
@@ -79,9 +79,9 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     is_folder = path.is_dir() and options.dataset_config_name is None
     images, tables = _images_and_tables(path) if is_folder else (0, 0)
     if images and not tables:  # whatever else is there: `datasets` takes as many captions as images for a set of texts
-        return dataclasses.replace(_open_image_folder(options, dataset_name), description=_described(options))
+        return dataclasses.replace(_open_image_folder(options, dataset_name), description=description)
     try:
-        builder, files, description = find_builder(options)
+        builder, files = find_builder(options)
     except UserError:
         if is_folder and not tables:
             _open_image_folder(options, dataset_name)  # which says what is there instead
@@ -98,8 +98,8 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     return OpenedDataset(dataset, contents_key(files, dataset._fingerprint), description, base=_base(builder, dataset_split))
 
 
-def find_builder(options: DataOptions) -> tuple[datasets.DatasetBuilder, list[Path], str]:
-    """What `datasets` found out about `dataset_name`, its files on this machine, and a description. Raises UserError."""
+def find_builder(options: DataOptions) -> tuple[datasets.DatasetBuilder, list[Path]]:
+    """What `datasets` found out about `dataset_name`, and its files on this machine. Raises UserError."""
     path = Path(str(options.dataset_name))
     files: list[Path] = []
     source: dict[str, Any]
@@ -130,7 +130,7 @@ def find_builder(options: DataOptions) -> tuple[datasets.DatasetBuilder, list[Pa
                 builder = _builder(source | dialects[0], is_local=True)
     if builder.name == "parquet":  # which else keeps in memory what it has read of a file, to its end
         builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
-    return builder, files, _described(options)
+    return builder, files
 
 
 def _dialect(path: str) -> dict[str, str]:

@@ -26,6 +26,7 @@ from utils.core.errors import UserError, one_line
 from utils.core.files import whole_file
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache, StoredBlock
+from utils.data.cache import Progress
 from utils.data.columns import Labels, find_labels, is_number, usual_labels
 from utils.data.decode import ImageFile, ImagePreparation, cut
 from utils.data.image_column import EncodedImages, files_key, find_image_column, first_of
@@ -125,9 +126,7 @@ class BlockReader:
         return f"{len(self.shards):,} shards, {len(sizes):,} blocks of up to {int(sizes.max()):,} images"
 
 
-def open_shards(
-    options: DataOptions, folder: Path, progress: Callable[[int, int], None] | None = None
-) -> tuple[BlockReader, Labels]:
+def open_shards(options: DataOptions, folder: Path, progress: Progress | None) -> tuple[BlockReader, Labels]:
     """Finds the shards and indexes those that are not indexed yet; `folder` keeps a file for each of them.
 
     Returns the blocks, and labels, names of classes and notes. Raises UserError where a shard cannot be read or has other

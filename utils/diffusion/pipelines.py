@@ -19,7 +19,7 @@ from utils.core.files import read_json
 from utils.core.hub import told
 from utils.core.size import Size
 from utils.data.autoencoder import Autoencoder, Scale, autoencoder_of, load_autoencoder
-from utils.diffusion.ddpm import PREDICTION_TYPES, config_for_any, flow_config, is_flow, make_noise_scheduler
+from utils.diffusion.ddpm import PREDICTION_TYPES, config_for_any, flow_config, is_flow, scheduler_of
 from utils.diffusion.unet import load_plain
 from utils.diffusion.weights import advice, only_variant
 from utils.options.paths import located
@@ -206,16 +206,7 @@ def _made_by_options(checkpoint: Path) -> tuple[UNet2DModel | EDM2UNet, dict]:
         unet = UNet2DModel.from_config(config)
     if options.get("objective") == "flow":
         return unet, flow_config({"num_train_timesteps": 1000, "prediction_type": options["prediction_type"]}, str(checkpoint))
-    if SCHEDULER in options:
-        scheduler = training_scheduler(options[SCHEDULER])
-    else:
-        scheduler = make_noise_scheduler(
-            beta_schedule=options["ddpm_beta_schedule"],
-            num_train_timesteps=options["ddpm_num_steps"],
-            prediction_type=options["prediction_type"],
-            rescale_betas_zero_snr=options["rescale_betas_zero_snr"],
-            clips=not options.get("vae"),
-        )
+    scheduler = training_scheduler(options[SCHEDULER]) if SCHEDULER in options else scheduler_of(options)
     return unet, dict(DDPMScheduler.from_config(config_for_any(scheduler.config)).config)
 
 

@@ -17,7 +17,9 @@ from utils.core import randomness
 from utils.core.errors import UserError
 from utils.data.augmentation import averaged_down, to_unit_range
 from utils.data.dataset import ImageSet
+from utils.evaluation.classifier import trained_classifier
 from utils.evaluation.extractor_base import Extractor, eight_bit, tensors_sha256
+from utils.evaluation.pretrained import DINOv2, Inception
 
 EXTRACTORS = ("randconv", "classifier", "pixels", "inception", "dinov2")
 
@@ -142,15 +144,8 @@ def make_extractor(
                 f"--features {name} needs the reference images, and --reference is a file of statistics\n"
                 "set --dataset_name or --train_data_dir instead"
             )
-        if name == "pixels":
-            extractor = PrincipalPixels(images)
-        else:
-            from utils.evaluation.classifier import trained_classifier
-
-            extractor = trained_classifier(images, cache_dir)
+        extractor = PrincipalPixels(images) if name == "pixels" else trained_classifier(images, cache_dir)
     elif name in ("inception", "dinov2"):
-        from utils.evaluation.pretrained import DINOv2, Inception
-
         count = images.shape[0] if images is not None else channels
         if count not in (None, 1, 3):
             raise UserError(f"--features {name} needs 1 or 3 channels, and these images have {count}\nset --features randconv")
