@@ -97,8 +97,7 @@ def _choose(seed: int, purpose: str, total: int, count: int) -> np.ndarray:
     """`count` of range(total), in ascending order, which disks prefer; all of them where there are no more."""
     if count >= total:
         return np.arange(total)
-    positions = torch.arange(count)
-    return np.sort(randomness.permute(seed, purpose, torch.zeros_like(positions), positions, total).numpy())
+    return np.sort(randomness.shuffled(seed, purpose, count, total).numpy())
 
 
 def _pixel_figures(images: ImageSet, read: np.ndarray, sampled: np.ndarray, chunk: int) -> dict:

@@ -52,17 +52,7 @@ def load_unconditional(pipeline: str) -> tuple[UNet2DModel, dict]:
         return network, config
     logging.disable_progress_bar()  # one bar, the script's own
     try:
-        index = _index(pipeline)
-        components = {name for name, value in index.items() if isinstance(value, list) and value[0] is not None}
-        if components != {"unet", "scheduler"} or index["unet"][1] != "UNet2DModel":
-            has = ", ".join(sorted(components)) or "neither"
-            kind = f", the unet of class {index['unet'][1]}" if "unet" in components else ""
-            raise UserError(
-                f"{pipeline} is not an unconditional pipeline of pixels: it has {has}{kind}\n"
-                "use a pipeline that has only a `unet` (UNet2DModel) and a `scheduler`"
-            )
-        if isinstance(index.get("_class_name"), list):  # of which code would be run
-            raise UserError(f"{pipeline} contains code, which is not run here\nuse a pipeline of diffusers' own classes")
+        _refuse_other_parts(pipeline, _index(pipeline))
         loaded = _load_any_variant(pipeline)
     except UserError:
         raise
@@ -89,6 +79,20 @@ def load_unconditional(pipeline: str) -> tuple[UNet2DModel, dict]:
             f"use a pipeline with a schedule of betas and one of {', '.join(PREDICTION_TYPES)}"
         )
     return _in_own_memory(loaded.unet.float()), config
+
+
+def _refuse_other_parts(pipeline: str, index: dict) -> None:
+    """Raises UserError where the index of a pipeline names other parts than an unconditional one of pixels has, or code."""
+    components = {name for name, value in index.items() if isinstance(value, list) and value[0] is not None}
+    if components != {"unet", "scheduler"} or index["unet"][1] != "UNet2DModel":
+        has = ", ".join(sorted(components)) or "neither"
+        kind = f", the unet of class {index['unet'][1]}" if "unet" in components else ""
+        raise UserError(
+            f"{pipeline} is not an unconditional pipeline of pixels: it has {has}{kind}\n"
+            "use a pipeline that has only a `unet` (UNet2DModel) and a `scheduler`"
+        )
+    if isinstance(index.get("_class_name"), list):  # of which code would be run
+        raise UserError(f"{pipeline} contains code, which is not run here\nuse a pipeline of diffusers' own classes")
 
 
 def training_scheduler(config: dict) -> DDPMScheduler | FlowScheduler:

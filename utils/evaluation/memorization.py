@@ -24,24 +24,18 @@ SHEET_PAIRS = 24
 _CHUNK_BYTES = 16 * 2**20  # of training images at once, as float64
 
 
-@dataclass
-class Nearest:
-    """For each query its nearest training image: `distances` float32 [n], `indices` int64 [n] into the training set."""
-
-    distances: torch.Tensor
-    indices: torch.Tensor
-
-
 def kept_for_memorization(count: int, image_bytes: int) -> int:
     """Returns how many of `count` samples, of so many bytes each, are compared with the training images."""
     return max(1, min(count, MAX_IMAGES, MAX_BYTES // max(image_bytes, 1)))
 
 
-def nearest_rows(queries: torch.Tensor, rows: torch.Tensor, own: torch.Tensor | None = None) -> Nearest:
-    """Among `rows` [N, D] by Euclidean distance; `own` int64 [n] is the row that each query must not find: itself."""
+def nearest_rows(
+    queries: torch.Tensor, rows: torch.Tensor, own: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Euclidean distances float32 [n] to the nearest of `rows` [N, D], and the indices int64 [n] of these; see `nearest`."""
     chunks = torch.arange(len(rows)).split(_at_once(max(len(queries), 1)))
     indices = nearest(queries, ((int(chunk[0]), rows[chunk]) for chunk in chunks), own)
-    return Nearest((queries - rows[indices]).norm(dim=1), indices)
+    return (queries - rows[indices]).norm(dim=1), indices
 
 
 def small_pixels(images: torch.Tensor) -> torch.Tensor:
@@ -165,11 +159,12 @@ def feature_memorization(rows: torch.Tensor, training_rows: torch.Tensor, valida
     """
     rows = rows[evenly(len(rows), MAX_IMAGES)]
     if validation_rows is not None and len(validation_rows):
-        others, real = "held-out images", nearest_rows(validation_rows[evenly(len(validation_rows), len(rows))], training_rows)
+        some = validation_rows[evenly(len(validation_rows), len(rows))]
+        others, (real, _) = "held-out images", nearest_rows(some, training_rows)
     else:
         own = evenly(len(training_rows), len(rows))
-        others, real = "other training images", nearest_rows(training_rows[own], training_rows, own)
-    typical, typical_real = nearest_rows(rows, training_rows).distances.median().item(), real.distances.median().item()
+        others, (real, _) = "other training images", nearest_rows(training_rows[own], training_rows, own)
+    typical, typical_real = nearest_rows(rows, training_rows)[0].median().item(), real.median().item()
     return {
         "feature_distance": typical,
         "feature_distance_real": typical_real,

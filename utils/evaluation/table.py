@@ -6,8 +6,10 @@ from statistics import mean
 
 from utils.core.errors import UserError
 from utils.diagnostics.finding import Finding, described
+from utils.diagnostics.report.evaluation import FIGURES
 from utils.diagnostics.rules.samples import MIN_VARIED
 from utils.evaluation.evaluator import metric_name
+from utils.evaluation.quality import NEIGHBORS
 from utils.evaluation.results import is_saved
 
 # What figures must share to be compared, and what to call it.
@@ -20,16 +22,7 @@ COMPARABLE = {
     "images": "number of images",
     "image_shape": "image size",
 }
-# figure, what the table calls it
-_DIVERSITY = (
-    ("precision", "precision (k 5)"),
-    ("recall", "recall (k 5)"),
-    ("density", "density (k 5)"),
-    ("coverage", "coverage (k 5)"),
-    ("variance_ratio", "variance / real"),
-    ("distance_ratio", "pairwise distance / real"),
-    ("vendi", "Vendi score"),
-)
+_OF_NEIGHBORS = {"precision", "recall", "density", "coverage"}
 
 
 def refuse_to_compare(first: dict, second: dict) -> None:
@@ -109,7 +102,10 @@ def lines(results: list[dict]) -> list[str]:
     rows = [["", *(_title(result) for result in results), f"real/real floor (N {floor['images']:,})"]]
     rows.append(["samples", *(_made(result) for result in results), ""])
     rows += [[metric_name(kind, results[0]), *(f"{figures[kind]:.4g}" for figures in columns)] for kind in ("fd", "kd")]
-    rows += [[name, *(f"{figures[key]:.3g}" for figures in columns)] for key, name in _DIVERSITY]
+    for key, name in FIGURES.items():
+        if key not in ("fd", "kd"):
+            name += f" (k {NEIGHBORS})" * (key in _OF_NEIGHBORS)
+            rows.append([name, *(f"{figures[key]:.3g}" for figures in columns)])
     if all(figures["regions"] for figures in columns):
         for key, name in (("missing", "real images without samples near"), ("crowded", "samples without real images near")):
             rows.append([name, *(f"{figures['regions'][key]['share']:.1%}" for figures in columns)])

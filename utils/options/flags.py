@@ -372,7 +372,7 @@ class RunOptions(
     @property
     def sampling_steps(self) -> int | None:
         """Steps of the sampler that were asked for."""
-        return getattr(self, self.sampling_flag.removeprefix("--"))
+        raise NotImplementedError
 
     @classmethod
     def preset_name(cls, given: dict[str, Any]) -> str | None:
@@ -514,6 +514,10 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
     presets, script, network_flags = FLAGS, "train_ddpm", _DDPM_NETWORK
     sampling_flag: ClassVar[str] = "--ddpm_num_inference_steps"
 
+    @property
+    def sampling_steps(self) -> int | None:
+        return self.ddpm_num_inference_steps
+
     def uses_channels_last(self, device_type: str) -> bool:
         """`channels_last`, or where the network is compiled for a GPU."""
         return self.compile and device_type == "cuda" if self.channels_last is None else self.channels_last
@@ -586,6 +590,10 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
     presets, about_presets, usual_preset = EDM2_FLAGS, EDM2_ABOUT, "XS"
     script, network_flags = "train_edm2", _NETWORK
     sampling_flag: ClassVar[str] = "--num_inference_steps"
+
+    @property
+    def sampling_steps(self) -> int | None:
+        return self.num_inference_steps
 
     optimizer: Any = changed(OptimizerOptions, "optimizer", "adam")
     learning_rate: float = changed(OptimizerOptions, "learning_rate", 0.01)
