@@ -49,9 +49,8 @@ class Inception(Extractor):
         except ImportError as error:
             raise UserError(f"--features inception needs torch-fidelity: {error}\npip install torch-fidelity") from None
         try:
-            torch.load(
-                weights, map_location="cpu", weights_only=True
-            )  # torch-fidelity's own call leaves this to torch's default
+            # torch-fidelity's own call leaves this to torch's default.
+            torch.load(weights, map_location="cpu", weights_only=True)
             self.network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(weights))
         except Exception as error:  # a pickle of code, a zip file cut short, other keys, other shapes
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)

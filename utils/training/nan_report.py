@@ -88,9 +88,7 @@ class NanReports:
         except Exception as error:  # on this rank alone: the others wait in the gathers below
             problem = f"its report is not complete ({type(error).__name__}: {str(error)[:200]})"
         finally:
-            for buffer, before in zip(
-                self._network.buffers(), buffers
-            ):  # spectral normalization moves its own in a forward pass
+            for buffer, before in zip(self._network.buffers(), buffers):  # spectral normalization moves its own
                 buffer.copy_(before)
         samples, replays, problems = (objects_from_all(own) for own in (samples, [replay], [problem]))
         blamed = next((r["first_bad_module"] for r in replays if r["first_bad_module"]), None)
