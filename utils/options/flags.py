@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from utils.core.errors import UserError
-from utils.core.size import Size, read_resolution, size_text
+from utils.core.size import Size, read_bytes, read_resolution
 from utils.options.parser import Options, changed, flag
 from utils.options.presets import EDM2_ABOUT, EDM2_FLAGS, FLAGS
 
@@ -43,7 +43,7 @@ class DataOptions(Options):
     cache_limit: str = flag(
         "50GB",
         "streaming: decoded blocks that stay on the disk, of all runs together (50GB)",
-        reads=size_text,
+        reads=lambda text: read_bytes(text) and text,  # stays as it was written
         words="a size such as 50GB",
         free=True,
     )
@@ -835,12 +835,6 @@ def read_widths(text: str) -> list[float]:
     return [round(first + i * step, 10) for i in range(int(count) + 1)]
 
 
-def widths_text(text: str) -> str:
-    """Returns `text` where `read_widths` knows what it means. Raises ValueError."""
-    read_widths(text)
-    return text
-
-
 @dataclass(kw_only=True)
 class ReconstructionOptions(Options):
     """the average"""
@@ -853,7 +847,7 @@ class ReconstructionOptions(Options):
         None,
         "try these widths and keep the best one",
         metavar="FIRST:LAST:STEP",
-        reads=widths_text,
+        reads=lambda text: read_widths(text) and text,  # stays as it was written
         words=f"FIRST:LAST:STEP, such as 0.02:0.25:0.01, with at most {MOST_WIDTHS} widths above 0 and below {WIDEST}",
     )
     metric: Literal["fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels"] = flag(
