@@ -59,7 +59,7 @@ class DDPM(Objective):
         self.network = self.exported = unet
         self.options, self.classes = options, classes_known(unet)
         self.loader = CODE_LOADER if self.classes or options.vae else type(self).loader
-        self.noise_scheduler = start.make_scheduler() if start else scheduler_of(options)
+        self.noise_scheduler = start.make_scheduler() if start else scheduler_of(vars(options))
         self.kept, self.notes = (start.kept, start.notes) if start else ({}, [])
         self.seed, self.num_ranks = options.seed, options.ddpm_num_steps
         if options.objective == "ddpm":
@@ -154,7 +154,7 @@ def main(options: DDPMOptions) -> int:
     plan = MemoryPlan(accelerator, options, make_network, new_optimizer, autoencoder)
     plan.settle()  # --train_batch_size auto and --global_batch_size become numbers
     if options.dry_run:
-        return plan.show(describe_schedule(start.make_scheduler() if start else scheduler_of(options)))
+        return plan.show(describe_schedule(start.make_scheduler() if start else scheduler_of(vars(options))))
     folder = claim_folder(options, accelerator)
     if folder is None:  # its run is finished
         return 0

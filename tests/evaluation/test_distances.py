@@ -27,7 +27,7 @@ def sets():
 
 
 def with_moments(mean: list[float], covariance: list[list[float]]) -> Moments:
-    moments = Moments(len(mean))
+    moments = Moments.empty(len(mean))
     moments.count, moments.mean = 11, torch.tensor(mean, dtype=torch.float64)
     moments.scatter = torch.tensor(covariance, dtype=torch.float64) * 10
     return moments
@@ -66,7 +66,7 @@ def test_a_set_has_no_distance_to_itself_even_where_features_never_vary(sets):
 def test_moments_in_batches_are_those_of_the_whole(sets):
     first, _ = sets
     far = first + 1e6  # sums of squares would lose the variance in float64's last digits
-    moments = Moments(6)
+    moments = Moments.empty(6)
     for batch in far.split(7):
         moments.add(batch)
     moments.add(far[:0])

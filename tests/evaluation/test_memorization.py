@@ -38,12 +38,12 @@ def test_nearest_rows_are_those_of_scikit_learn(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     queries, rows = torch.randn(40, 6, generator=generator), torch.randn(200, 6, generator=generator)
     distances, indices = NearestNeighbors(n_neighbors=1).fit(rows.numpy()).kneighbors(queries.numpy())
-    found = nearest_rows(queries, rows)
-    assert found.indices.tolist() == indices[:, 0].tolist()
-    np.testing.assert_allclose(found.distances, distances[:, 0], rtol=1e-5)
+    apart, found = nearest_rows(queries, rows)
+    assert found.tolist() == indices[:, 0].tolist()
+    np.testing.assert_allclose(apart, distances[:, 0], rtol=1e-5)
     own = torch.arange(50, 90)  # rows of the set itself: the nearest other one
     distances, indices = NearestNeighbors(n_neighbors=2).fit(rows.numpy()).kneighbors(rows[own].numpy())
-    assert nearest_rows(rows[own], rows, own).indices.tolist() == indices[:, 1].tolist()
+    assert nearest_rows(rows[own], rows, own)[1].tolist() == indices[:, 1].tolist()
 
 
 def test_copies_are_found_and_shown_first(real, monkeypatch):
@@ -78,9 +78,9 @@ def test_the_nearest_row_of_a_tight_set_is_found(offset):
     generator = torch.Generator().manual_seed(0)
     queries, rows = (offset * (1 + 2e-5 * torch.randn(n, 16, generator=generator)) for n in (50, 300))
     every = (queries[:, None].double() - rows[None].double()).norm(dim=2)
-    found = nearest_rows(queries, rows)
-    assert found.indices.tolist() == every.argmin(1).tolist()
-    torch.testing.assert_close(found.distances.double(), every.amin(1), rtol=1e-5, atol=0)
+    apart, found = nearest_rows(queries, rows)
+    assert found.tolist() == every.argmin(1).tolist()
+    torch.testing.assert_close(apart.double(), every.amin(1), rtol=1e-5, atol=0)
 
 
 def test_a_near_duplicate_is_measured_by_its_own_contrast():

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
@@ -146,8 +147,6 @@ def local_processes(accelerator: Accelerator) -> int:
 
 def check_tracker(name: str) -> None:
     """Raises UserError for a tracker that Accelerate does not know, or would silently leave out for want of its package."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-
     if name not in LOGGER_TYPE_TO_CLASS:
         raise UserError(f"unknown --logger {name!r}\nchoose from {', '.join(sorted(map(str, LOGGER_TYPE_TO_CLASS)))}, none")
     if name not in [str(tracker) for tracker in get_available_trackers()]:
@@ -171,6 +170,13 @@ def on_main_process(accelerator: Accelerator, what: str, function: Callable[...,
         except Exception as error:
             failure = _to_tell(error)
     _meet(accelerator, what, failure)
+
+
+def made_on_main_process(accelerator: Accelerator, what: str, function: Callable[..., T], *args: Any) -> T:
+    """Returns on every process what `function` gives on the main one; see `on_main_process`."""
+    found: list[T] = []
+    on_main_process(accelerator, what, lambda: found.append(function(*args)))
+    return from_main_process(found)[0]
 
 
 def from_main_process(value: T) -> T:

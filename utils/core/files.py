@@ -1,9 +1,11 @@
 """Files that are whole or absent, whatever kill, full disk or power cut comes while they are written."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from utils.core.errors import UserError
 
@@ -26,6 +28,20 @@ def whole_file(path: Path, *, durable: bool = False, shared: bool = False) -> It
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
+
+
+def write_json(path: Path, content: Any, *, shared: bool = False) -> None:
+    """Writes a file as `whole_file` does. Raises OSError."""
+    with whole_file(path, shared=shared) as draft:
+        draft.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the mapping in a JSON file; empty where there is no file, or it is damaged or holds something else."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def make_folder(folder: Path, flag: str) -> None:

@@ -7,6 +7,12 @@ from collections.abc import Iterator
 from utils.core.errors import in_full
 
 _NO_CONNECTION = {"ConnectionError", "LocalEntryNotFoundError", "TransportError", "OfflineModeIsEnabled"}
+_SAID = (  # by a library -> what it means, and what to do
+    (r"available configs: \[(.*?)\]", "it has several configs\nset --dataset_config_name to one of {}"),
+    (r"BuilderConfig (\S+) not found. Available: \[(.*?)\]", "it has no config {}\nset --dataset_config_name to one of {}"),
+    (r"Unknown split \"?(.*?)\"?\. Should be one of \[(.*?)\]", "it has no split {}\nset --dataset_split to one of {}"),
+    ("no file named (model_index.json) found", "it has no {}\nuse the folder of a finished run, or of another pipeline"),
+)
 
 
 def log_in() -> str:
@@ -41,14 +47,9 @@ def told(error: BaseException, name: str, kind: str) -> str:
         return f"it is here, but no {kind} is found in it ({in_full(error)})\ncheck its files"
     if not_there:
         return f"{here}it doesn't exist on the Hub, or it is private\ncheck the name, or {log_in()}"
-    if found := re.search(r"available configs: \[(.*?)\]", text):
-        return f"it has several configs\nset --dataset_config_name to one of {_plain(found[1])}"
-    if found := re.search(r"BuilderConfig (\S+) not found. Available: \[(.*?)\]", text):
-        return f"it has no config {found[1]}\nset --dataset_config_name to one of {_plain(found[2])}"
-    if found := re.search(r"Unknown split \"?(.*?)\"?\. Should be one of \[(.*?)\]", text):
-        return f"it has no split {found[1]}\nset --dataset_split to one of {_plain(found[2])}"
-    if "no file named model_index.json found in directory" in text:
-        return "it has no model_index.json\nuse the folder of a finished run, or of another pipeline"
+    for said, meaning in _SAID:
+        if found := re.search(said, text):
+            return meaning.format(*(re.sub("['\"]", "", part) for part in found.groups()))
     if "UnicodeDecodeError" in classes:
         return f"its text is not UTF-8 ({in_full(error)})\nsave the file as UTF-8"
     status = next(filter(None, (getattr(getattr(found, "response", None), "status_code", None) for found in errors)), None)
@@ -77,7 +78,3 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _plain(quoted: str) -> str:
-    return quoted.replace("'", "").replace('"', "")

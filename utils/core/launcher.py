@@ -174,9 +174,8 @@ def said_while_waiting(after: float = 10.0, again: float = 60.0) -> Iterator[Non
                         flush=True,
                     )
                 continue
-            if (
-                number and number[0] in stops and not ended.wait(_FOR_HANDLER)
-            ):  # else the handler has run, where the process goes on
+            # Where the process goes on meanwhile, the handler has run.
+            if number and number[0] in stops and not ended.wait(_FOR_HANDLER):
                 handler = signal.getsignal(number[0])
                 if callable(handler) and handler is not signal.default_int_handler:
                     handler(number[0], None)

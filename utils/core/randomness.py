@@ -105,3 +105,9 @@ def permute(seed: int, purpose: str, epochs: torch.Tensor, positions: torch.Tens
     while len(outside := (indices >= length).nonzero()[:, 0]):
         indices[outside] = encrypt(indices[outside], [key[outside] for key in epoch_keys])
     return indices
+
+
+def shuffled(seed: int, purpose: str, count: int, length: int) -> torch.Tensor:
+    """Returns the first `count` numbers of range(length) in random order, int64."""
+    positions = torch.arange(count)
+    return permute(seed, purpose, torch.zeros_like(positions), positions, length)

@@ -36,9 +36,3 @@ def read_bytes(text: str) -> int:
     if not found or float(found[1]) == 0:
         raise ValueError(f"{text} is not a size of files")
     return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
-
-
-def size_text(text: str) -> str:
-    """Returns `text` where `read_bytes` knows what it means. Raises ValueError."""
-    read_bytes(text)
-    return text

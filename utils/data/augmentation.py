@@ -1,6 +1,7 @@
 """Integer images -> floats in [-1, 1], flipped and jittered on the device, each as a function of its sample number."""
 
 import torch
+from torch.nn.functional import adaptive_avg_pool2d
 
 from utils.core import randomness
 
@@ -10,6 +11,11 @@ _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in Pillow's "L"
 def to_unit_range(images: torch.Tensor, max_value: int) -> torch.Tensor:
     """float32 in [-1, 1] of integer images of any shape: 0 -> -1 and `max_value` -> 1, both exactly."""
     return images.to(torch.float32).div_(max_value / 2).sub_(1)
+
+
+def averaged_down(pixels: torch.Tensor, most: int) -> torch.Tensor:
+    """Of floats [batch, channels, height, width] the same, but sides of more than `most` pixels are averaged down to it."""
+    return adaptive_avg_pool2d(pixels, (min(pixels.shape[-2], most), min(pixels.shape[-1], most)))
 
 
 def augment(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny, ModelMixin
+from diffusers.utils import logging
 
 from utils.core.errors import UserError, in_full
 from utils.core.hub import told
@@ -193,8 +194,6 @@ def autoencoder_of(pipeline: str, latent_shape: tuple[int, int, int], scale: Sca
 
 
 def _loaded(name: str, subfolder: str, config: dict, image_shape: tuple[int, int, int], sizes: tuple[int, int]) -> Autoencoder:
-    from diffusers.utils import logging
-
     logging.disable_progress_bar()  # one bar, the script's own
     try:
         network = CLASSES[config["_class_name"]].from_pretrained(name, subfolder=subfolder)

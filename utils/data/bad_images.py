@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from utils.core.distributed import objects_from_all
 from utils.core.errors import UserError
-from utils.core.files import whole_file
+from utils.core.files import write_json
 
 _NAMED = 3  # images that a message names
 
@@ -111,8 +111,7 @@ class BadImageReport:
         if entries != self._entries:
             self._entries = entries
             try:
-                with whole_file(self._path) as draft:
-                    draft.write_text(json.dumps([entries[row] for row in sorted(entries)], indent=1) + "\n")
+                write_json(self._path, [entries[row] for row in sorted(entries)])
             except OSError as error:  # a full disk, say: no reason to end a run
                 self._print_line(f"{self._path} was not written: {error.strerror or error}")
         if len(bad_images) > self._told:

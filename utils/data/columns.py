@@ -2,31 +2,28 @@
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import datasets
 import numpy as np
 
 from utils.core.errors import UserError
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
 LABEL_NAMES = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "cls", "target", "category")
 
+Labels = tuple[np.ndarray | None, list[str] | None, list[str]]  # as `find_labels` returns them
 _LISTED = 40  # columns that a message lists
 _FEW = 5  # images of a class, below which a user is warned
 _SEVERAL = 10  # classes, up to which there may be that few
 
 
-def describe_columns(dataset: "Dataset") -> str:
+def describe_columns(dataset: datasets.Dataset) -> str:
     """ "image (Image), label (ClassLabel of 10)", for error messages."""
     listed = [f"{name} ({_type_name(feature)})" for name, feature in list(dataset.features.items())[:_LISTED]]
     return ", ".join(listed) + f", ... ({len(dataset.features):,} columns)" * (len(dataset.features) > _LISTED)
 
 
 def _type_name(feature: object) -> str:
-    import datasets
-
     if isinstance(feature, datasets.ClassLabel):
         return f"ClassLabel of {feature.num_classes}"
     if isinstance(feature, datasets.Value):
@@ -37,12 +34,10 @@ def _type_name(feature: object) -> str:
 
 
 def _is_text(feature: object) -> bool:
-    import datasets
-
     return isinstance(feature, datasets.Value) and "string" in feature.dtype
 
 
-def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.ndarray | None, list[str] | None, list[str]]:
+def find_labels(dataset: datasets.Dataset, requested: str | None = None) -> Labels:
     """Returns labels int64 [rows] or None, names of the classes or None, and notes. Labels are -1 for no class, else from 0 on.
 
     Without a request the first of these is taken that has classes: a `ClassLabel` column, integers with a usual name, strings
@@ -53,8 +48,6 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
     Raises:
         UserError: no such column, or a requested one that has no usable labels.
     """
-    import datasets
-
     features = dataset.features
     if requested is not None and requested not in features:
         raise UserError(f"--label_column {requested}: the dataset has no such column\nits columns: {describe_columns(dataset)}")
@@ -93,8 +86,6 @@ def usual_labels(features: Iterable[str]) -> list[str]:
 
 def _about(labels: np.ndarray, class_names: list[str] | None, name: str, feature: object, requested: str | None) -> list[str]:
     """What a user should know of the classes of a column."""
-    import datasets
-
     notes = []
     without, classes = int((labels < 0).sum()), len(np.unique(labels[labels >= 0]))
     if without:
@@ -111,8 +102,6 @@ def _about(labels: np.ndarray, class_names: list[str] | None, name: str, feature
 
 def number_type(feature: object) -> str | None:
     """The type of the numbers in lists, lists of lists and so on; None for other features."""
-    import datasets
-
     depth = 0
     while isinstance(feature, (datasets.List, datasets.LargeList)):
         feature, depth = feature.feature, depth + 1
@@ -122,8 +111,6 @@ def number_type(feature: object) -> str | None:
 
 def is_number(feature: object) -> bool:
     """Whether values are numbers, or lists of them."""
-    import datasets
-
     if isinstance(feature, (datasets.List, datasets.LargeList)):
         feature = feature.feature
     return isinstance(feature, datasets.Value) and ("int" in feature.dtype or "float" in feature.dtype)
@@ -131,8 +118,6 @@ def is_number(feature: object) -> bool:
 
 def _classes_of(column: Any, feature: object) -> tuple[np.ndarray, list[str] | None]:
     """Labels and names of classes as `find_labels` returns them. Raises ValueError, saying why they are none."""
-    import datasets
-
     if is_number(feature) or isinstance(feature, datasets.ClassLabel):
         cells: list[Any] = column.to_pylist()
         values = whole_numbers(cells)
@@ -182,7 +167,7 @@ def _of_lists(rows: list[list | None]) -> list[float | None]:
     return [float(row.argmax()) if row.any() else None for row in filled]
 
 
-def _repeats(dataset: "Dataset", name: str) -> bool:
+def _repeats(dataset: datasets.Dataset, name: str) -> bool:
     """Whether a column of strings has at most half as many distinct values as rows."""
     if not _is_text(dataset.features[name]):
         return False

@@ -9,8 +9,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
+import datasets
 import numpy as np
 import torch
 
@@ -30,9 +31,6 @@ from utils.data.sources import contents_key, open_dataset
 from utils.data.stored_files import forget_archives, is_address
 from utils.data.stream import BlockReader, StreamedImages, open_shards
 from utils.options.flags import DataOptions
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 Indices = Sequence[int] | np.ndarray
 _FEW_BLOCKS = 16  # that a sample of a streamed dataset comes from
@@ -97,7 +95,7 @@ class ImageSet:
     source: str
     rows: np.ndarray | None = None  # of the store; None means all of them
     files: EncodedImages | ArrayImages | None = None  # what the pixels were made from, where it is known
-    opened: "Dataset | None" = None  # of `datasets`, before rows and columns of it were chosen: for the doctor
+    opened: datasets.Dataset | None = None  # of `datasets`, before rows and columns of it were chosen: for the doctor
     in_use: IO | None = None  # keeps the packed cache from being removed
 
     def __getstate__(self) -> dict:
@@ -330,7 +328,7 @@ class _Source:
     description: str
     column: str
     notes: list[str]
-    opened: "Dataset | None" = None
+    opened: datasets.Dataset | None = None
     data_range: Range | None = None
 
 
@@ -387,8 +385,6 @@ def _open_arrays(options: DataOptions) -> _Source:
 
 def cache_folder(cache_dir: str | None) -> Path:
     """Returns the folder of packed images and what is computed of them, in `cache_dir` or that of Hugging Face's datasets."""
-    import datasets
-
     return Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "steady_diffusion"
 
 

@@ -21,6 +21,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+from pyarrow import compute, csv, parquet
+from pyarrow import json as lines
+
 from utils.core.errors import UserError, one_line
 from utils.data.decode import image_suffixes
 from utils.data.image_column import shortened
@@ -161,8 +165,6 @@ class FolderTable:
         tables = self._tables()
         if not tables:
             return
-        import pyarrow as pa
-
         try:
             self.table = pa.concat_tables(tables, promote_options="permissive")
         except pa.ArrowException as error:
@@ -175,8 +177,6 @@ class FolderTable:
         self.table = self.table.set_column(place, "file_name", pa.array(names, pa.string()))
 
     def _tables(self) -> list[Any]:
-        import pyarrow as pa
-
         tables, paths = [], sorted(self._tree.paths)
         found = [name for name in paths if posixpath.basename(name).lower() in _NAMES]
         named = [name for name in paths if posixpath.basename(name) == _CLASSES and not found]
@@ -222,10 +222,6 @@ class FolderTable:
         return pairs if right and all(suffix_of(name) in image_suffixes() for name, _ in pairs) else []
 
     def _read(self, name: str, path: str, classes: dict[str, list]) -> Any:
-        import pyarrow as pa
-        from pyarrow import json as lines
-        from pyarrow import parquet
-
         if name in classes:
             self.notes.append(f"the classes are those of {name}")
             return pa.table(dict(zip(("file_name", "label"), map(list, zip(*classes[name])))))
@@ -239,9 +235,6 @@ class FolderTable:
         return self._read_csv(name, data)
 
     def _read_csv(self, name: str, data: bytes) -> Any:
-        import pyarrow as pa
-        from pyarrow import compute, csv
-
         text, encoding = decoded_text(data)
         text = re.sub(r"\Asep=.\r?\n", "", text)  # by which a spreadsheet knows the mark
         mark = mark_of(text.split("\n", 1)[0])

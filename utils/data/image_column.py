@@ -16,19 +16,17 @@ import os
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
+import datasets
 import numpy as np
 
 from utils.core.errors import UserError
 from utils.data.columns import LABEL_NAMES, describe_columns, is_number, number_type
 from utils.data.decode import ImageFile, begins_an_image, image_suffixes
 from utils.data.stored_files import is_address
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 _IMAGE_NAMES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp", "image_path", "image_url", "url")
 _ROWS = 1024  # read at a time
@@ -51,7 +49,7 @@ class NoImage(ValueError):
 
 
 def find_image_column(
-    dataset: "Dataset", requested: str | None = None, first_cell: FirstCell | None = None
+    dataset: datasets.Dataset, requested: str | None = None, first_cell: FirstCell | None = None
 ) -> tuple[list[str], list[str]]:
     """Returns the name of the image column, or the names of columns of one pixel each, and notes on the choice.
 
@@ -67,22 +65,15 @@ def find_image_column(
             column can be meant in two ways.
     """
     features = dataset.features
-    kinds = {name: kind_of(feature) for name, feature in features.items()}
     peek = first_cell or (lambda name: _first_cell(dataset, name))
-    if requested is not None and requested not in features:
+    if requested is None:
+        found = next(filter(None, _candidates(features, peek)), [])
+    elif requested not in features:
         raise UserError(f"--image_column {requested}: the dataset has no such column\nits columns: {describe_columns(dataset)}")
-    if requested is not None:
-        if kinds[requested] is None and not isinstance(features[requested], dict):
-            raise UserError(f"--image_column {requested}: this column has no images\nthe columns: {describe_columns(dataset)}")
-        _refuse(requested, features[requested], peek(requested))
-        return [requested], []
-    usual = [name for name in features if name.lower() in _IMAGE_NAMES]
-    found = [name for name in features if kinds[name] == "image"]
-    found = found or sorted((name for name in features if kinds[name] == "file"), key=lambda name: name not in usual)
-    found = found or [name for name in features if kinds[name] == "array"]
-    found = found or [name for name in usual if kinds[name] or isinstance(features[name], dict)]
-    found = found or [name for name in features if kinds[name] == "wrapped"]
-    found = found or [name for name in features if kinds[name] == "text" and _is_image(peek(name), features[name])]
+    elif kind_of(features[requested]) is None and not isinstance(features[requested], dict):
+        raise UserError(f"--image_column {requested}: this column has no images\nthe columns: {describe_columns(dataset)}")
+    else:
+        found = [requested]
     if found:
         _refuse(found[0], features[found[0]], peek(found[0]))
         several = f"image columns {', '.join(found)}: {found[0]} is used (--image_column chooses)"
@@ -97,7 +88,19 @@ def find_image_column(
     return pixels, [f"the {len(pixels)} columns {pixels[0]} to {pixels[-1]} are the pixels of {side}x{side} images"]
 
 
-def _first_cell(dataset: "Dataset", name: str) -> object:
+def _candidates(features: dict[str, Any], peek: FirstCell) -> Iterator[list[str]]:
+    """The columns that may have the images, group after group, the likeliest one first."""
+    kinds = {name: kind_of(feature) for name, feature in features.items()}
+    usual = [name for name in features if name.lower() in _IMAGE_NAMES]
+    yield [name for name in features if kinds[name] == "image"]
+    yield sorted((name for name in features if kinds[name] == "file"), key=lambda name: name not in usual)
+    yield [name for name in features if kinds[name] == "array"]
+    yield [name for name in usual if kinds[name] or isinstance(features[name], dict)]
+    yield [name for name in features if kinds[name] == "wrapped"]
+    yield [name for name in features if kinds[name] == "text" and _is_image(peek(name), features[name])]
+
+
+def _first_cell(dataset: datasets.Dataset, name: str) -> object:
     column = dataset.select_columns([name]).with_format("arrow")
     for start, stop in ((0, 1), (1, _ROWS)):  # the first row alone: others may hold large images
         if (cell := first_of(column[start : min(stop, len(dataset))].column(name))) is not None:
@@ -136,7 +139,7 @@ def _is_image(cell: object, feature: object) -> bool:
     return is_path or isinstance(content, bytes)
 
 
-def _pixel_columns(dataset: "Dataset") -> list[str]:
+def _pixel_columns(dataset: datasets.Dataset) -> list[str]:
     """The columns of one pixel each: those of numbers whose names differ by a number alone, in the order of that.
 
     Raises UserError where they may be pixels of three colors, whose order nobody knows.
@@ -174,7 +177,7 @@ class EncodedImages:
         dtype, shape: of the first image, where they are arrays; else None.
     """
 
-    def __init__(self, dataset: "Dataset", columns: list[str], base: str | None = None, first_row: int = 0):
+    def __init__(self, dataset: datasets.Dataset, columns: list[str], base: str | None = None, first_row: int = 0):
         """`first_row`: the number of the first row, for the names of images."""
         self.columns, self._base, self._first_row = columns, "", first_row
         self.table = dataset.select_columns(columns).with_format("arrow")
@@ -255,8 +258,6 @@ def kind_of(feature: object) -> str | None:
     """What the values of a `datasets` feature can hold as pixels: "image" (the type), "file" (bytes), "array", "wrapped" (one
     of these in a list or a struct), or what is an image under some names only: "text" (paths, base64; raw pixels, to be told of
     them) and "numbers" (lists); None: nothing."""
-    import datasets
-
     if isinstance(feature, datasets.Image):
         return "image"
     if isinstance(feature, (datasets.Array2D, datasets.Array3D)):
@@ -289,12 +290,10 @@ def content_of(cell: object, feature: object) -> bytes | str | np.ndarray | None
 
     Raises NoImage.
     """
-    import datasets
-
-    if cell is None or cell in ("", []) if not isinstance(cell, np.ndarray) else not len(cell):
-        return None
     if isinstance(cell, np.ndarray):
-        return _shaped(cell)
+        return _shaped(cell) if len(cell) else None
+    if cell is None or cell in ("", []):
+        return None
     if isinstance(cell, str):
         return _of_text(cell)
     if isinstance(cell, dict):

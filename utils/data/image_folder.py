@@ -12,14 +12,14 @@ Rows are in the order of the metadata, else of the files' names. What is not use
 import posixpath
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import datasets
+import pyarrow as pa
 
 from utils.core.errors import UserError
 from utils.data.decode import image_suffixes
 from utils.data.file_tree import FileTree, FolderTable, suffix_of
-
-if TYPE_CHECKING:
-    import datasets
 
 _SPLITS = {
     "train": ("train", "training"),
@@ -54,8 +54,6 @@ class ImageFolder:
     """
 
     def __init__(self, tree: FileTree, source: str, split: str, prefixes: dict[str, str] | None = None):
-        import datasets
-
         self._tree, self._source = tree, source
         self._images = tree.images()
         self._prefixes = {"all": ""} if split == "all" else prefixes or self._splits()
@@ -76,7 +74,7 @@ class ImageFolder:
             raise UserError(f"{source} has no images" + "".join(f"; {note}" for note in self.notes) + "\ncheck the path")
         self._names = [name for part in parts for _, name in rows[part.splitname][part.from_ : part.to]]
         self.notes += filter(None, [self.missing()])
-        classes = self._classes(used) if self._metadata is None else None
+        classes = self._classes(rows, used) if self._metadata is None else None
         tables = [self._table(rows[part.splitname][part.from_ : part.to], classes) for part in parts]
         self.dataset = datasets.concatenate_datasets(tables)
 
@@ -105,32 +103,22 @@ class ImageFolder:
         names = self._images if self._named is None else self._named
         return [(row, name) for row, name in enumerate(names) if name.startswith(prefix)]
 
-    def _classes(self, used: set[str]) -> dict[str, int] | None:
+    def _classes(self, rows: dict[str, list[tuple[int, str]]], used: set[str]) -> dict[str, int] | None:
         """Name of a folder -> its class. Other splits as deep have the same classes, with the same numbers."""
-        folders = {
-            split: {posixpath.dirname(name[len(prefix) :]) for name in self._of(split)}
-            for split, prefix in self._prefixes.items()
-        }
+        starts = {split: len(prefix) for split, prefix in self._prefixes.items()}
+        folders = {split: {posixpath.dirname(name[starts[split] :]) for _, name in found} for split, found in rows.items()}
         deep = {_depth(folder) for split in used for folder in folders[split]}
         if len(deep) > 1:
             self.notes.append("the folders do not become classes, because their images are not equally deep below the folder")
         if len(deep) > 1 or deep == {0}:
             return None
         paths = [folder.split("/") for part in folders.values() for folder in part if _depth(folder) in deep]
-        levels = [set(level) for level in zip(*(path[::-1] for path in paths))]  # the deepest one first
-        dividing = [n for n, level in enumerate(levels, 1) if len(level) > 1]
-        self._above = next((n for n in dividing if not all(map(_split_of, levels[n - 1]))), 0)  # cat/train, cat/val
-        names = sorted(levels[self._above - 1]) if self._above else []
-        for above in dividing:
-            if above != self._above or _MASKS & {name.lower() for name in names}:
-                shown = [", ".join(sorted(levels[n - 1])[:_SHOWN]) for n in (self._above or above, above)]
-                unused = f", and {shown[1]} do not" * (above != self._above)
-                self.notes.append(
-                    f"the folders {shown[0]} become classes{unused}: if some are no images to train on, give another folder"
-                    if self._above
-                    else f"the folders {shown[1]} become no classes"
-                )
-        counts = Counter(self._class_name(name) for split in used for name in self._of(split)) if names else Counter()
+        levels = [sorted(set(level)) for level in zip(*(path[::-1] for path in paths))]  # the deepest one first
+        dividing = {n: level for n, level in enumerate(levels, 1) if len(level) > 1}
+        self._above = next((n for n, level in dividing.items() if not all(map(_split_of, level))), 0)  # cat/train, cat/val
+        names = dividing.pop(self._above, [])
+        self.notes += _about_levels(names, list(dividing.values()))
+        counts = Counter(self._class_name(name) for split in used for _, name in rows[split]) if names else Counter()
         if (are_parts := _are_parts(counts)) is not None:
             self.notes.append(
                 f"the numbered folders {names[0]} to {names[-1]} "
@@ -138,18 +126,11 @@ class ImageFolder:
             )
         return None if are_parts or not names else {name: number for number, name in enumerate(names)}
 
-    def _of(self, split: str) -> list[str]:
-        """The names of its images."""
-        return [name for name in self._images if name.startswith(self._prefixes[split])]
-
     def _class_name(self, name: str) -> str:
         """The deepest folder that divides the images: of n01/images/a.png and n02/images/b.png, n01 and n02."""
         return name.split("/")[-1 - self._above]
 
-    def _table(self, rows: list[tuple[int, str]], classes: dict[str, int] | None) -> "datasets.Dataset":
-        import datasets
-        import pyarrow as pa
-
+    def _table(self, rows: list[tuple[int, str]], classes: dict[str, int] | None) -> datasets.Dataset:
         try:
             found = [self._tree.paths[name] if self._metadata is None else self._beside.paths[row] for row, name in rows]
             paths = pa.array(found, pa.string())
@@ -197,6 +178,16 @@ def _split_of(folder: str) -> str:
 
 def _depth(folder: str) -> int:
     return folder.count("/") + 1 if folder else 0
+
+
+def _about_levels(names: list[str], others: list[list[str]]) -> list[str]:
+    """What a user should know of the folders `names`, which are classes, and of those of other levels, which are none."""
+    listed = [", ".join(level[:_SHOWN]) for level in others]
+    if not names:
+        return [f"the folders {other} become no classes" for other in listed]
+    unused = [f", and {other} do not" for other in listed] + [""] * bool(_MASKS & {name.lower() for name in names})
+    become = f"the folders {', '.join(names[:_SHOWN])} become classes"
+    return [f"{become}{those}: if some are no images to train on, give another folder" for those in unused]
 
 
 def _are_parts(counts: Counter[str]) -> bool | None:

@@ -8,7 +8,6 @@ uses a cache holds a shared lock on it, so that no other one removes it.
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from utils.core.files import whole_file
+from utils.core.files import read_json, write_json
 
 _ABOUT = "about.json"
 STREAMED_BLOCKS = Path("streams", "blocks")  # below the folder of the packed caches; a folder for each streamed dataset
@@ -54,8 +53,7 @@ def mark_used(folder: Path, about: dict[str, str]) -> IO | None:
     path = folder / _ABOUT
     try:
         if not path.exists():  # of an earlier release, or new
-            with whole_file(path, shared=True) as draft:
-                draft.write_text(json.dumps(about, indent=1) + "\n")
+            write_json(path, about, shared=True)
         file = open(path)  # noqa: SIM115 - held open
         fcntl.flock(file, fcntl.LOCK_SH)
         os.utime(path)
@@ -89,11 +87,7 @@ def list_caches(root: Path) -> list[PackedCache]:
 def _read_about(folder: Path) -> str:
     if folder.suffix == _UNFINISHED:
         return "not packed to its end"
-    try:
-        about = json.loads((folder / _ABOUT).read_text())
-        return "; ".join(map(str, about.values()))
-    except (OSError, ValueError, AttributeError):
-        return "packed by an earlier release"
+    return "; ".join(map(str, read_json(folder / _ABOUT).values())) or "packed by an earlier release"
 
 
 @contextlib.contextmanager

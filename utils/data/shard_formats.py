@@ -13,15 +13,15 @@ import json
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from utils.core.errors import UserError
 from utils.data.shards import Shard, open_shard
 from utils.data.stored_files import is_address
-
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
 
 _FOOTERS = 512  # kept in memory
 _SAMPLES = 100  # of a tar in a group
@@ -37,39 +37,33 @@ _Place = tuple[int, int, str]  # of an image in a tar: offset, size, name
 _ROWS, _PLACES, _SCHEMA = b"rows", b"places", b"schema"  # metadata of an index
 
 
-def counts(index: "pa.Table") -> list[int]:
+def counts(index: pa.Table) -> list[int]:
     """Returns the rows of each group."""
     return json.loads(index.schema.metadata[_ROWS])
 
 
-def columns_of(index: "pa.Table") -> bytes:
+def columns_of(index: pa.Table) -> bytes:
     """Returns what is the same in shards that have the same columns."""
     return index.schema.metadata[_SCHEMA]
 
 
-def _with(table: "pa.Table", rows: list[int], schema: "pa.Schema", places: list[int] | None = None) -> "pa.Table":
+def _with(table: pa.Table, rows: list[int], schema: pa.Schema, places: list[int] | None = None) -> pa.Table:
     described = base64.b64encode(schema.remove_metadata().serialize().to_pybytes())
     return table.replace_schema_metadata({_ROWS: json.dumps(rows), _SCHEMA: described, _PLACES: json.dumps(places)})
 
 
 class _Parquet:
-    def features(self, shard: Shard) -> "datasets.Features":
-        import datasets
-
+    def features(self, shard: Shard) -> datasets.Features:
         return datasets.Features.from_arrow_schema(_footer(shard).schema.to_arrow_schema())
 
-    def index(self, shard: Shard, columns: list[str]) -> "pa.Table":
-        import pyarrow.parquet as pq
-
+    def index(self, shard: Shard, columns: list[str]) -> pa.Table:
         with open_shard(shard) as file:
             parquet = pq.ParquetFile(file, metadata=_footer(shard), pre_buffer=True)
             footer = parquet.metadata
             rows = [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
             return _with(parquet.read(columns=columns, use_threads=False), rows, parquet.schema_arrow)
 
-    def read(self, shard: Shard, index: "pa.Table", group: int, columns: list[str]) -> "pa.Table":
-        import pyarrow.parquet as pq
-
+    def read(self, shard: Shard, index: pa.Table, group: int, columns: list[str]) -> pa.Table:
         with open_shard(shard) as file:
             parquet = pq.ParquetFile(file, metadata=_footer(shard), pre_buffer=True)
             return parquet.read_row_group(group, columns=columns, use_threads=False)
@@ -77,8 +71,6 @@ class _Parquet:
 
 @functools.lru_cache(maxsize=_FOOTERS)
 def _footer(shard: Shard) -> Any:
-    import pyarrow.parquet as pq
-
     with open_shard(shard) as file:
         return pq.ParquetFile(file).metadata
 
@@ -86,15 +78,11 @@ def _footer(shard: Shard) -> Any:
 class _Arrow:
     """The schema, then record batches; where the file has a footer it is not needed."""
 
-    def features(self, shard: Shard) -> "datasets.Features":
-        import datasets
-
+    def features(self, shard: Shard) -> datasets.Features:
         with open_shard(shard) as file:
             return datasets.Features.from_arrow_schema(self._schema(file))
 
-    def index(self, shard: Shard, columns: list[str]) -> "pa.Table":
-        import pyarrow as pa
-
+    def index(self, shard: Shard, columns: list[str]) -> pa.Table:
         places, parts, rows = [], [], []
         with open_shard(shard) as file:
             schema = self._schema(file)
@@ -116,18 +104,14 @@ class _Arrow:
         chosen = pa.schema([schema.field(name) for name in columns])
         return _with(pa.Table.from_batches(parts, chosen), rows, schema, places)
 
-    def read(self, shard: Shard, index: "pa.Table", group: int, columns: list[str]) -> "pa.Table":
-        import pyarrow as pa
-
+    def read(self, shard: Shard, index: pa.Table, group: int, columns: list[str]) -> pa.Table:
         with open_shard(shard) as file:
             schema = self._schema(file)
             file.seek(json.loads(index.schema.metadata[_PLACES])[group])
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
         return pa.Table.from_batches([batch.select(columns)])
 
-    def _schema(self, file: Any) -> "pa.Schema":
-        import pyarrow as pa
-
+    def _schema(self, file: Any) -> pa.Schema:
         file.seek(8 if file.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC else 0)
         return pa.ipc.read_schema(pa.ipc.read_message(file))
 
@@ -140,9 +124,7 @@ class Tar:
     alone is no sample.
     """
 
-    def features(self, shard: Shard) -> "datasets.Features":
-        import datasets
-
+    def features(self, shard: Shard) -> datasets.Features:
         with open_shard(shard) as file:
             first = list(itertools.islice(self._samples(file, shard), _FIRST))
         kinds: dict[str, Any] = {}
@@ -155,9 +137,7 @@ class Tar:
         images = {column: datasets.Image() for column in sorted(usual, key=lambda name: ("." in name, -usual[name]))}
         return datasets.Features(images | {name: kind for name, kind in kinds.items() if name not in images})
 
-    def index(self, shard: Shard, columns: list[str]) -> "pa.Table":
-        import pyarrow as pa
-
+    def index(self, shard: Shard, columns: list[str]) -> pa.Table:
         table: dict[str, list] = {name: [] for name in (_FILES, *columns)}
         with open_shard(shard) as file:
             for files, values in self._samples(file, shard):
@@ -173,9 +153,7 @@ class Tar:
         arrays = {_FILES: pa.array(table.pop(_FILES), pa.list_(pa.struct(place)))}
         return _with(pa.table(arrays | table), rows, pa.schema([]))
 
-    def read(self, shard: Shard, index: "pa.Table", group: int, columns: list[str]) -> "pa.Table":
-        import pyarrow as pa
-
+    def read(self, shard: Shard, index: pa.Table, group: int, columns: list[str]) -> pa.Table:
         (column,), chosen = columns, []
         for files in index.column(_FILES).slice(group * _SAMPLES, _SAMPLES).to_pylist():
             plain = [file for file in files if "." not in column and "." not in file["column"]]  # jpg and png, not seg.png

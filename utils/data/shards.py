@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import re
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,18 +15,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, Any, TypeVar
 
+import datasets
 from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
+from utils.core.bars import print_progress
 from utils.core.errors import UserError, one_line
 from utils.data.sources import find_builder
 from utils.data.stored_files import is_address
 from utils.options.flags import DataOptions
-
-if TYPE_CHECKING:
-    import datasets
 
 T = TypeVar("T")
 
@@ -71,7 +69,7 @@ class Shard:
         return self.address.rpartition("/")[2]
 
 
-def find_shards(options: DataOptions) -> tuple[list[Shard], "datasets.Features | None"]:
+def find_shards(options: DataOptions) -> tuple[list[Shard], datasets.Features | None]:
     """Returns the shards that the options name, in their order, and the types of the columns where the dataset declares them.
 
     Raises UserError where there are none, or they are files of another kind.
@@ -136,11 +134,11 @@ def _no_such_split(split: str, name: object, splits: Iterable[str]) -> UserError
     return UserError(f"--dataset_split {split}: {name} has no such split (--streaming takes whole splits)\n{hint}")
 
 
-def _of_builder(options: DataOptions) -> tuple[list[str], "datasets.Features | None"]:
+def _of_builder(options: DataOptions) -> tuple[list[str], datasets.Features | None]:
     name, split = options.dataset_name, options.dataset_split
     if Path(str(name)).is_dir() and not any(path.suffix.lower() in ENDINGS for path in Path(str(name)).rglob("*")):
         raise UserError(f"--streaming reads {KINDS}, and {name} has none\nleave --streaming out")
-    builder, _, _ = find_builder(options)
+    builder, _ = find_builder(options)
     if builder.name not in _BUILDERS:
         hint = "" if Path(str(name)).exists() else ", or try --dataset_revision refs/convert/parquet"
         raise UserError(f"--streaming reads {KINDS}, and {name} consists of other files\nleave --streaming out{hint}")
@@ -259,10 +257,6 @@ def patiently(
                 tries = f", {number + 1} times" if number and not final else ""
                 raise UnreadableShard(address, f"{one_line(error)}{tries}") from error
             if number == 0:
-                (say or _print)(f"cannot read the shard {address} now ({one_line(error)}); trying again")
+                (say or print_progress)(f"cannot read the shard {address} now ({one_line(error)}); trying again")
             time.sleep(wait)
     raise AssertionError("unreachable")
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -16,10 +16,13 @@ import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import datasets
 import numpy as np
+from huggingface_hub import snapshot_download
 from PIL import Image
+from pyarrow.dataset import ParquetFragmentScanOptions
 
 from utils.core.errors import UserError
 from utils.core.hub import is_only_a_path, told
@@ -28,9 +31,6 @@ from utils.data.file_tree import ABOUT_IMAGES, FileTree, archive_stem, decoded_t
 from utils.data.image_folder import ImageFolder
 from utils.options.flags import DataOptions
 from utils.options.paths import DIGITS
-
-if TYPE_CHECKING:
-    import datasets
 
 _BUILDER_OF_SUFFIX = {
     ".parquet": "parquet",
@@ -49,7 +49,7 @@ class OpenedDataset:
     """`dataset` is a `datasets.Dataset`; `key` names its contents; `description` and `notes` are for people. Relative paths in
     the dataset begin at `base`."""
 
-    dataset: "datasets.Dataset"
+    dataset: datasets.Dataset
     key: str
     description: str
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -62,7 +62,7 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     Raises:
         UserError: no such dataset, config, revision or split, or a folder without images.
     """
-    dataset_name, dataset_split = options.dataset_name, options.dataset_split
+    dataset_name, dataset_split, description = options.dataset_name, options.dataset_split, _described(options)
     if dataset_name is None:
         if options.train_data_dir is None:
             raise UserError(
@@ -79,9 +79,9 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     is_folder = path.is_dir() and options.dataset_config_name is None
     images, tables = _images_and_tables(path) if is_folder else (0, 0)
     if images and not tables:  # whatever else is there: `datasets` takes as many captions as images for a set of texts
-        return dataclasses.replace(_open_image_folder(options, dataset_name), description=_described(options))
+        return dataclasses.replace(_open_image_folder(options, dataset_name), description=description)
     try:
-        builder, files, description = find_builder(options)
+        builder, files = find_builder(options)
     except UserError:
         if is_folder and not tables:
             _open_image_folder(options, dataset_name)  # which says what is there instead
@@ -98,8 +98,8 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     return OpenedDataset(dataset, contents_key(files, dataset._fingerprint), description, base=_base(builder, dataset_split))
 
 
-def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[Path], str]:
-    """What `datasets` found out about `dataset_name`, its files on this machine, and a description. Raises UserError."""
+def find_builder(options: DataOptions) -> tuple[datasets.DatasetBuilder, list[Path]]:
+    """What `datasets` found out about `dataset_name`, and its files on this machine. Raises UserError."""
     path = Path(str(options.dataset_name))
     files: list[Path] = []
     source: dict[str, Any]
@@ -129,10 +129,8 @@ def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[
             if dialects and dialects[0] != {"sep": ","}:  # files of several dialects are told by `datasets`
                 builder = _builder(source | dialects[0], is_local=True)
     if builder.name == "parquet":  # which else keeps in memory what it has read of a file, to its end
-        from pyarrow.dataset import ParquetFragmentScanOptions
-
         builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
-    return builder, files, _described(options)
+    return builder, files
 
 
 def _dialect(path: str) -> dict[str, str]:
@@ -182,7 +180,7 @@ def _only_a_path(name: str) -> bool:
     return is_only_a_path(name) or Path(name).suffix.lower() in files
 
 
-def _base(builder: "datasets.DatasetBuilder", split: str) -> str | None:
+def _base(builder: datasets.DatasetBuilder, split: str) -> str | None:
     """The folder of the files that a split is made of, on this machine or at the Hub."""
     data_files = builder.config.data_files or {}  # of what an offline machine has prepared none are known
     files = [file for name, some in data_files.items() if name in _split_names(split) for file in some]
@@ -207,11 +205,8 @@ def _one_line(dataset_name: object) -> Iterator[None]:
         raise UserError(f"cannot load the dataset {dataset_name}: {told(error, str(dataset_name), 'dataset')}") from error
 
 
-def _builder(source: dict[str, Any], is_local: bool) -> "datasets.DatasetBuilder":
+def _builder(source: dict[str, Any], is_local: bool) -> datasets.DatasetBuilder:
     """What `datasets` found out about the data; without a network, of what was downloaded earlier."""
-    import datasets
-    from huggingface_hub import snapshot_download
-
     try:
         return datasets.load_dataset_builder(**source)
     except ConnectionError:  # nothing that `datasets` prepared; perhaps an image folder, which it does not
@@ -228,8 +223,6 @@ def _builder(source: dict[str, Any], is_local: bool) -> "datasets.DatasetBuilder
 
 def _open_archives(builder: Any, split: str, description: str) -> OpenedDataset:
     """An image folder that consists of archives, of the Hub."""
-    import datasets
-
     manager = datasets.DownloadManager(dataset_name=builder.dataset_name, download_config=datasets.DownloadConfig())
     tree, prefixes = FileTree(str(builder.hash)), {}
     for name, files in builder.config.data_files.items():
@@ -262,8 +255,6 @@ def _open_image_folder(options: DataOptions, folder: str) -> OpenedDataset:
 
 
 def _open_saved(path: Path, split: str) -> OpenedDataset:
-    import datasets
-
     with _one_line(path):
         saved = datasets.load_from_disk(str(path))
     splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
@@ -276,7 +267,6 @@ def _open_saved(path: Path, split: str) -> OpenedDataset:
 @functools.cache
 def _open_digits(split: str) -> OpenedDataset:
     """1,797 scans of handwritten digits, 8x8, values 0..16 (UCI "Optical Recognition of Handwritten Digits")."""
-    import datasets
     from sklearn.datasets import load_digits
 
     if split != "train":

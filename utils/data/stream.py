@@ -15,26 +15,25 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from filelock import FileLock
 
 from utils.core.errors import UserError, one_line
 from utils.core.files import whole_file
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache, StoredBlock
-from utils.data.columns import find_labels, is_number, usual_labels
+from utils.data.cache import Progress
+from utils.data.columns import Labels, find_labels, is_number, usual_labels
 from utils.data.decode import ImageFile, ImagePreparation, cut
 from utils.data.image_column import EncodedImages, files_key, find_image_column, first_of
 from utils.data.shard_formats import VERSION, Tar, columns_of, counts, format_of
 from utils.data.shards import Shard, UnreadableShard, find_shards, in_parallel, patiently
 from utils.data.stored_files import is_address
 from utils.options.flags import DataOptions
-
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
 
 _INDEXES = 64  # of shards, kept in memory
 _READERS = 2  # threads of a process that read ahead
@@ -65,8 +64,8 @@ class BlockReader:
         shards: list[Shard],
         counts: list[list[int]],
         most: int | None,
-        features: "datasets.Features",
-        index: "Callable[[Shard], pa.Table]",
+        features: datasets.Features,
+        index: Callable[[Shard], pa.Table],
     ):
         self.shards, self.features, self._index = shards, features, index
         shard = np.repeat(np.arange(len(shards), dtype=np.int32), [len(each) for each in counts])
@@ -91,7 +90,7 @@ class BlockReader:
     def _rows(self, block: int) -> int:
         return int(self.starts[block + 1] - self.starts[block])
 
-    def _table(self, block: int, columns: list[str]) -> "pa.Table":
+    def _table(self, block: int, columns: list[str]) -> pa.Table:
         shard = self.shard(block)
         return format_of(shard).read(shard, self._index(shard), int(self._group[block]), columns)
 
@@ -101,8 +100,6 @@ class BlockReader:
 
     def images(self, block: int) -> EncodedImages:
         """Returns the images of a block. Raises UserError, and what the shard's file system and its parser raise."""
-        import datasets
-
         shard, rows, table = self.shard(block), self._rows(block), self._table(block, self.columns)
         if len(table) < rows:
             raise UserError(
@@ -129,19 +126,12 @@ class BlockReader:
         return f"{len(self.shards):,} shards, {len(sizes):,} blocks of up to {int(sizes.max()):,} images"
 
 
-Labels = tuple[np.ndarray | None, list[str] | None, list[str]]  # as `find_labels` returns them
-
-
-def open_shards(
-    options: DataOptions, folder: Path, progress: Callable[[int, int], None] | None = None
-) -> tuple[BlockReader, Labels]:
+def open_shards(options: DataOptions, folder: Path, progress: Progress | None) -> tuple[BlockReader, Labels]:
     """Finds the shards and indexes those that are not indexed yet; `folder` keeps a file for each of them.
 
     Returns the blocks, and labels, names of classes and notes. Raises UserError where a shard cannot be read or has other
     columns than the first one, or no rows are there, or no images.
     """
-    import datasets
-
     shards, declared = find_shards(options)
     features = declared or patiently(lambda: format_of(shards[0]).features(shards[0]), shards[0].address)
     columns = _label_columns(features, options.label_column)
@@ -149,7 +139,7 @@ def open_shards(
     read_index = functools.partial(_indexed, columns=tuple(columns), folder=folder)
     done = 0
 
-    def index(shard: Shard) -> "pa.Table":
+    def index(shard: Shard) -> pa.Table:
         nonlocal done
         table = patiently(lambda: read_index(shard), shard.address)
         done += 1
@@ -178,10 +168,8 @@ def open_shards(
     return reader, (labels, class_names, notes + label_notes)
 
 
-def _label_columns(features: "datasets.Features", requested: str | None) -> list[str]:
+def _label_columns(features: datasets.Features, requested: str | None) -> list[str]:
     """The columns that may hold labels."""
-    import datasets
-
     if requested is not None:
         return [requested] if requested in features else []
     classes = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
@@ -191,11 +179,8 @@ def _label_columns(features: "datasets.Features", requested: str | None) -> list
 
 
 def _labels(
-    tables: "list[pa.Table]", features: "datasets.Features", columns: list[str], requested: str | None, rows: int
+    tables: list[pa.Table], features: datasets.Features, columns: list[str], requested: str | None, rows: int
 ) -> Labels:
-    import datasets
-    import pyarrow as pa
-
     if not columns:
         return (None, None, []) if requested is None else find_labels(_empty(features), requested)
     kinds = datasets.Features({name: features[name] for name in columns})
@@ -210,18 +195,13 @@ def _labels(
     return find_labels(datasets.Dataset(table, info=datasets.DatasetInfo(features=kinds), fingerprint="labels"), requested)
 
 
-def _empty(features: "datasets.Features") -> "datasets.Dataset":
-    import datasets
-
+def _empty(features: datasets.Features) -> datasets.Dataset:
     return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
 
 
 @functools.lru_cache(maxsize=_INDEXES)
-def _indexed(shard: Shard, columns: tuple[str, ...], folder: Path) -> "pa.Table":
+def _indexed(shard: Shard, columns: tuple[str, ...], folder: Path) -> pa.Table:
     """The index of a shard (see `shard_formats`), made where `folder` has none yet."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path = folder / f"{hashlib.sha256(repr((VERSION, shard, columns)).encode()).hexdigest()[:32]}.parquet"
     try:
         return pq.read_table(path)

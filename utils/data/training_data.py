@@ -211,9 +211,7 @@ def split_validation(images: ImageSet, count: int, seed: int) -> tuple[ImageSet,
         return images, images.subset([])  # no list of row numbers, which would grow with the set
     held_out = images.nearby(count, randomness.derive_seed(seed, "validation split"))
     if held_out is None:
-        positions = torch.arange(len(images))
-        shuffled = randomness.permute(seed, "validation split", torch.zeros_like(positions), positions, len(images)).numpy()
-        held_out = np.sort(shuffled[:count])
+        held_out = np.sort(randomness.shuffled(seed, "validation split", count, len(images)).numpy())
     trained = np.ones(len(images), bool)
     trained[held_out] = False
     validation = images.subset(held_out)

@@ -8,13 +8,13 @@ and what is read is bounded, so that a million images cost as much as two hundre
 
 import hashlib
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import torch
-from torch.nn.functional import adaptive_avg_pool2d
 
 from utils.core import randomness
-from utils.data.augmentation import to_unit_range
+from utils.data.augmentation import averaged_down, to_unit_range
 from utils.data.dataset import ImageSet, Indices
 
 # An image is a near-copy of another when their 8 x 8 gray thumbnails differ, in root mean square, by less than this share
@@ -30,7 +30,7 @@ _THUMBNAIL = 8  # pixels
 _LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, which JPEG keeps better than the colors
 _CHUNK_BYTES = 2**20  # of pixels; eight times as much as float64
 _SIZES_SAMPLE = 256
-_COMPARED = 64  # images at once, with all others
+_COMPARED = 4096  # images at once, with all of the sample
 _MAX_COUNTS = 1000  # classes whose counts are listed
 _NAMED = 5  # images of a kind whose rows or files are listed
 
@@ -97,8 +97,7 @@ def _choose(seed: int, purpose: str, total: int, count: int) -> np.ndarray:
     """`count` of range(total), in ascending order, which disks prefer; all of them where there are no more."""
     if count >= total:
         return np.arange(total)
-    positions = torch.arange(count)
-    return np.sort(randomness.permute(seed, purpose, torch.zeros_like(positions), positions, total).numpy())
+    return np.sort(randomness.shuffled(seed, purpose, count, total).numpy())
 
 
 def _pixel_figures(images: ImageSet, read: np.ndarray, sampled: np.ndarray, chunk: int) -> dict:
@@ -149,11 +148,7 @@ def _hashes(flat: np.ndarray) -> np.ndarray:
 
 def gray_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
     """Gray thumbnails float32 [batch, pixels] in [-1, 1] of integer images [batch, channels, height, width]."""
-    small = to_unit_range(pixels, max_value)
-    height, width = (min(side, _THUMBNAIL) for side in small.shape[-2:])
-    if small.shape[-2:] != (height, width):
-        small = adaptive_avg_pool2d(small, (height, width))
-    small = small.flatten(2)
+    small = averaged_down(to_unit_range(pixels, max_value), _THUMBNAIL).flatten(2)
     if small.shape[1] in (3, 4):  # without alpha
         return _LUMA @ small[:, :3]
     return small[:, 0] if small.shape[1] <= 2 else small.mean(1)
@@ -183,22 +178,34 @@ def _near_copies(
     _, first, own = np.unique(hashes, return_index=True, return_inverse=True)  # exact copies are no near-copies
     if len(asked) == 0 or len(first) < 2:
         return None
-    known, nearest = thumbnails[first], np.empty(len(asked), np.int64)
-    squares = known.square().sum(1)
-    for start in range(0, len(asked), _COMPARED):
-        part = asked[start : start + _COMPARED]
-        scores = torch.addmm(squares, thumbnails[part], known.T, alpha=-2)  # |a - b|^2 without |a|^2, the same for all b
-        scores[range(len(part)), own[part]] = math.inf
-        nearest[start : start + _COMPARED] = first[scores.argmin(1)]
-    relative = (thumbnails[asked] - thumbnails[nearest]).square().mean(1).sqrt() / contrast
+    chunks = ((start, thumbnails[first[start : start + _COMPARED]]) for start in range(0, len(first), _COMPARED))
+    others = first[nearest(thumbnails[asked], chunks, torch.from_numpy(own[asked]))]
+    relative = (thumbnails[asked] - thumbnails[others]).square().mean(1).sqrt() / contrast
     closest = int(relative.argmin())
     return {
         "images": len(relative),
         "share": float((relative < NEAR_COPY_DISTANCE).double().mean()),
         "distance_median": float(relative.median()),
         "threshold": NEAR_COPY_DISTANCE,
-        "rows": _dataset_rows(images, read[[asked[closest], nearest[closest]]]),
+        "rows": _dataset_rows(images, read[[asked[closest], others[closest]]]),
     }
+
+
+def nearest(queries: torch.Tensor, chunks: Iterable[tuple[int, torch.Tensor]], own: torch.Tensor | None = None) -> torch.Tensor:
+    """Index int64 [n] of the row that is nearest to each of `queries` [n, D]; `chunks` gives (index of the first row, rows
+    [N, D]), and `own` int64 [n] is the row that each query must not find: itself."""
+    queries = queries.double()  # the scores of faint or far-off images are small differences of large numbers
+    best, indices = queries.new_full((len(queries),), torch.inf), torch.zeros(len(queries), dtype=torch.int64)
+    for start, rows in chunks:
+        rows = rows.double()
+        scores = torch.addmm(rows.square().sum(1), queries, rows.T, alpha=-2)  # |q - r|^2 without |q|^2, the same for all r
+        if own is not None:
+            here = (own >= start) & (own < start + len(rows))
+            scores[here.nonzero()[:, 0], own[here] - start] = torch.inf
+        found, places = scores.min(1)
+        better = found < best
+        best[better], indices[better] = found[better], places[better] + start
+    return indices
 
 
 def _dataset_rows(images: ImageSet, indices: Indices) -> list[int]:

@@ -1,13 +1,12 @@
 """What the doctor found in a run, and how it is shown."""
 
-import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from utils.core.files import whole_file
+from utils.core.files import write_json
 
 # Of each code its title, cause, fixes and stage. Not by the reader of steady_doctor/, without which a run trains.
 CATALOG: dict[str, dict[str, Any]] = tomllib.loads((Path(__file__).parent / "findings.toml").read_text())
@@ -67,8 +66,7 @@ def any_at_least(findings: Sequence[Finding], severity: str) -> bool:
 
 def write_findings(path: Path, findings: Sequence[Finding]) -> None:
     """Writes them as JSON, complete or not at all; several processes may do so at once. Raises OSError."""
-    with whole_file(path, shared=True) as draft:
-        draft.write_text(json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
+    write_json(path, [vars(finding) for finding in findings], shared=True)
 
 
 def described(finding: Finding) -> list[str]:

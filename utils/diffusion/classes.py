@@ -4,22 +4,26 @@ Labels are int64, -1 for no class. An EDM2 network takes them so; diffusers' UNe
 `num_class_embeds` numbers, and ours the last of them for no class, as DiT has (Peebles & Xie 2023).
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from diffusers import ModelMixin
 
 from utils.core import randomness
 from utils.core.errors import UserError
-from utils.data.dataset import ImageSet
+
+if TYPE_CHECKING:  # else generate.py would wait for the libraries that read data
+    from utils.data.dataset import ImageSet
 
 
-def count_classes(images: ImageSet) -> int:
+def count_classes(images: "ImageSet") -> int:
     """Returns the number of classes of a dataset; 0 without labels."""
     if images.labels is None or len(images.labels) == 0:
         return 0
     return max(int(images.labels.max()) + 1, len(images.class_names or ()))
 
 
-def needed_classes(images: ImageSet) -> int:
+def needed_classes(images: "ImageSet") -> int:
     """`count_classes`; raises UserError without labels."""
     classes = count_classes(images)
     if not classes:

@@ -5,13 +5,13 @@ SNR(t) = abar_t / (1 - abar_t).
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
 from models.flow_scheduler import FlowScheduler
 from utils.core.errors import UserError
-from utils.options.flags import DDPMOptions
 
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
@@ -54,16 +54,16 @@ def make_noise_scheduler(
     )
 
 
-def scheduler_of(options: DDPMOptions) -> DDPMScheduler | FlowScheduler:
-    """Returns what noises images by a run's options, and what its pipeline is sampled with."""
-    if options.objective == "flow":
-        return FlowScheduler(prediction_type=options.prediction_type)
+def scheduler_of(options: Mapping[str, Any]) -> DDPMScheduler | FlowScheduler:
+    """Returns what noises images by a run's options, or those in a checkpoint, and what its pipeline is sampled with."""
+    if options.get("objective") == "flow":
+        return FlowScheduler(prediction_type=options["prediction_type"])
     return make_noise_scheduler(
-        beta_schedule=options.ddpm_beta_schedule,
-        num_train_timesteps=options.ddpm_num_steps,
-        prediction_type=options.prediction_type,
-        rescale_betas_zero_snr=options.rescale_betas_zero_snr,
-        clips=options.vae is None,
+        beta_schedule=options["ddpm_beta_schedule"],
+        num_train_timesteps=options["ddpm_num_steps"],
+        prediction_type=options["prediction_type"],
+        rescale_betas_zero_snr=options["rescale_betas_zero_snr"],
+        clips=not options.get("vae"),
     )
 
 

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import ModelMixin
+from diffusers import DDPMPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
 
+from models.edm2_unet import EDM2UNet
+from models.guided_pipeline import ClassDDPMPipeline, EDM2Pipeline, LatentDDPMPipeline
 from utils.core import randomness
 from utils.core.errors import UserError, one_line, out_of_memory
 from utils.core.files import sync, whole_file
@@ -40,7 +42,6 @@ def export_pipeline(
     scheduler: Scheduler,
     output_dir: Path | str,
     card_text: str,
-    extra_files: Mapping[str, str | bytes] | None = None,
     class_names: Sequence[str] | None = None,
     autoencoder: Autoencoder | None = None,
 ) -> None:
@@ -52,8 +53,7 @@ def export_pipeline(
     predicts the clean image, one of models/. With an `autoencoder`, whose latents the network makes, it carries that too, and
     for a UNet2DModel without classes it is a `LatentDDPMPipeline`, which carries code as well. `unet` is the
     unwrapped network with the weights to publish, on any device, compiled in place or patched by accelerate: what is saved
-    is fp32 under clean names. `extra_files` maps more relative paths to their contents. Everything is written into a
-    hidden folder first and then moved file by file,
+    is fp32 under clean names. Everything is written into a hidden folder first and then moved file by file,
     model_index.json last, so that after a kill at any moment the old or the new weights load. Where an older pipeline of
     another network or schedule is in the way, it is withdrawn first (its model_index.json goes): weights never stand
     beside a config that is not theirs. Call it on one process.
@@ -64,9 +64,7 @@ def export_pipeline(
     shutil.rmtree(draft, ignore_errors=True)  # what an earlier kill left
     try:
         _save_pipeline(_clean_copy(unet), scheduler, draft, class_names, autoencoder)
-        for name, content in {"README.md": card_text, **(extra_files or {})}.items():
-            (draft / name).parent.mkdir(parents=True, exist_ok=True)
-            (draft / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (draft / "README.md").write_bytes(card_text.encode())
         if any(_settings(output_dir / name) != _settings(draft / name) for name in CONFIGS):
             (output_dir / PIPELINE_INDEX).unlink(missing_ok=True)
         files = sorted(path.relative_to(draft) for path in draft.rglob("*") if path.is_file())
@@ -152,11 +150,6 @@ def _save_pipeline(
     class_names: Sequence[str] | None = None,
     autoencoder: Autoencoder | None = None,
 ) -> None:
-    from diffusers import DDPMPipeline, FlowMatchEulerDiscreteScheduler
-
-    from models.edm2_unet import EDM2UNet
-    from models.guided_pipeline import ClassDDPMPipeline, EDM2Pipeline, LatentDDPMPipeline
-
     code = CODE if isinstance(unet, EDM2UNet) else {}
     if not is_flow(scheduler.config):
         scheduler = type(scheduler).from_config(config_for_any(scheduler.config))
@@ -211,17 +204,17 @@ def _settings(path: Path) -> dict | None:
     return {key: value for key, value in json.loads(path.read_text()).items() if not key.startswith("_diffusers")}
 
 
-def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout_seconds: float = 600) -> None:
+def check_pipeline(output_dir: Path | str) -> None:
     """Loads the pipeline as its users will, in a fresh interpreter in another folder without this repository on the
     path, and makes one image on the CPU. Raises RuntimeError with the reason if it does not load or its image is not
     finite."""
     code = (
         "import sys, numpy, diffusers\n"
         "folder = sys.argv[1]\n"
-        "trust = {'trust_remote_code': True} if sys.argv[3] == 'carries code' else {}\n"
+        "trust = {'trust_remote_code': True} if sys.argv[2] == 'carries code' else {}\n"
         "pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **trust)\n"
         "pipeline.set_progress_bar_config(disable=True)\n"
-        "images = pipeline(num_inference_steps=int(sys.argv[2]), output_type='np').images\n"
+        "images = pipeline(num_inference_steps=2, output_type='np').images\n"
         "if not numpy.isfinite(images).all():\n"
         "    sys.exit('the image is not finite')\n"
     )
@@ -232,12 +225,12 @@ def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as elsewhere:
         result = subprocess.run(
-            [sys.executable, "-c", code, str(Path(output_dir).resolve()), str(num_inference_steps), kind],
+            [sys.executable, "-c", code, str(Path(output_dir).resolve()), kind],
             cwd=elsewhere,
             env=environment,
             capture_output=True,
             text=True,
-            timeout=timeout_seconds,
+            timeout=600,
         )
     if result.returncode != 0:
         reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]

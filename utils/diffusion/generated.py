@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from utils.core.errors import UserError
-from utils.core.files import whole_file
+from utils.core.files import write_json
 from utils.core.images import image_suffix, is_complete_image, make_grid, read_image, save_image, save_png
 from utils.diffusion.sampling import to_uint8, to_uint16
 
@@ -72,8 +72,7 @@ def claim_folder(output_dir: Path, settings: dict) -> None:
             )
         if recorded is not None and any(re.fullmatch(r"\d{6,}\.(png|npy)", name) for name in names):
             refuse_other_settings(output_dir, recorded, settings)
-        with whole_file(record) as draft:
-            draft.write_text(json.dumps(settings, indent=2) + "\n")
+        write_json(record, settings)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot use --output_dir {output_dir}: {error}\nchoose another --output_dir") from error
 

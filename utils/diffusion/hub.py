@@ -4,6 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
+
 from utils.core.errors import UserError
 from utils.core.hub import log_in
 from utils.diffusion.export import PIPELINE_INDEX, PUBLISHED, check_pipeline, write_card
@@ -18,9 +22,6 @@ def check_hub(options: OutputOptions) -> str:
 
     Checks name, network, token and rights, in this order. Returns the repository's address. Raises UserError with what to do.
     """
-    from huggingface_hub import CommitOperationAdd
-    from huggingface_hub.utils import validate_repo_id
-
     with _problems_in_a_line(options, "cannot push to"):
         validate_repo_id(_name(options))
         api = _api(options)
@@ -57,9 +58,7 @@ def has_pipeline(output_dir: Path) -> bool:
     return (output_dir / PIPELINE_INDEX).exists()
 
 
-def _api(options: OutputOptions):
-    from huggingface_hub import HfApi
-
+def _api(options: OutputOptions) -> HfApi:
     return HfApi(token=options.hub_token)
 
 
@@ -70,8 +69,6 @@ def _name(options: OutputOptions) -> str:
 @contextmanager
 def _problems_in_a_line(options: OutputOptions, doing: str) -> Iterator[None]:
     """What goes wrong on the way to the Hub, which is of many types, becomes a UserError."""
-    from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
-
     name = _name(options)
     try:
         yield

@@ -197,6 +197,5 @@ def gap_by_timestep(gap: dict) -> dict[str, dict[str, float]]:
 
 def _draw(images: ImageSet, count: int, seed: int, purpose: str, device: torch.device) -> torch.Tensor:
     """`count` images, or all where there are no more, in random order: float32 [count, C, H, W] in [-1, 1]."""
-    positions = torch.arange(min(count, len(images)))
-    chosen = randomness.permute(seed, purpose, torch.zeros_like(positions), positions, len(images))
+    chosen = randomness.shuffled(seed, purpose, min(count, len(images)), len(images))
     return to_unit_range(torch.from_numpy(images.fetch(chosen.numpy())).to(device), images.max_value)

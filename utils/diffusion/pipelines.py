@@ -3,25 +3,26 @@
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from diffusers import DDPMScheduler, DiffusionPipeline, UNet2DModel
+from diffusers.utils import logging
+from safetensors.torch import load_file
 from torch import nn
 
+from models.edm2_unet import EDM2UNet
+from models.edm_heun import EDMHeunScheduler
+from models.flow_scheduler import FlowScheduler
 from utils.core.errors import UserError, in_full
+from utils.core.files import read_json
 from utils.core.hub import told
 from utils.core.size import Size
-from utils.diffusion.ddpm import PREDICTION_TYPES, config_for_any, flow_config, is_flow, make_noise_scheduler
+from utils.data.autoencoder import Autoencoder, Scale, autoencoder_of, load_autoencoder
+from utils.diffusion.ddpm import PREDICTION_TYPES, config_for_any, flow_config, is_flow, scheduler_of
 from utils.diffusion.unet import load_plain
 from utils.diffusion.weights import advice, only_variant
 from utils.options.paths import located
-
-if TYPE_CHECKING:
-    from diffusers import DDPMScheduler, DiffusionPipeline, UNet2DModel
-
-    from models.edm2_unet import EDM2UNet
-    from models.flow_scheduler import FlowScheduler
-    from utils.data.autoencoder import Autoencoder
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -30,7 +31,7 @@ EDM2, OURS = "EDM2UNet", ("ClassDDPMPipeline", "LatentDDPMPipeline")
 SCHEDULER = "pretrained.scheduler"  # among the options of a checkpoint: the config of the scheduler that --pretrained had
 
 
-def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
+def load_unconditional(pipeline: str) -> tuple[UNet2DModel, dict]:
     """Returns the U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub, or as `load_network` of a
     checkpoint.
 
@@ -39,9 +40,6 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
     side. Raises UserError for a pipeline of another kind, before its weights are loaded, and for one whose scheduler has
     neither betas nor the levels of flow matching, such as EDM's.
     """
-    from diffusers import DiffusionPipeline, UNet2DModel
-    from diffusers.utils import logging
-
     is_checkpoint, index = _is_checkpoint(pipeline), _index_if_any(pipeline)
     by_our_scheduler = (index.get("_class_name") or "")[1:] == [OURS[1]] and "latent_std" not in index  # that carries its code
     if is_checkpoint or by_our_scheduler:
@@ -54,18 +52,8 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
         return network, config
     logging.disable_progress_bar()  # one bar, the script's own
     try:
-        index = _index(pipeline)
-        components = {name for name, value in index.items() if isinstance(value, list) and value[0] is not None}
-        if components != {"unet", "scheduler"} or index["unet"][1] != "UNet2DModel":
-            has = ", ".join(sorted(components)) or "neither"
-            kind = f", the unet of class {index['unet'][1]}" if "unet" in components else ""
-            raise UserError(
-                f"{pipeline} is not an unconditional pipeline of pixels: it has {has}{kind}\n"
-                "use a pipeline that has only a `unet` (UNet2DModel) and a `scheduler`"
-            )
-        if isinstance(index.get("_class_name"), list):  # of which code would be run
-            raise UserError(f"{pipeline} contains code, which is not run here\nuse a pipeline of diffusers' own classes")
-        loaded = _load_any_variant(DiffusionPipeline, pipeline)
+        _refuse_other_parts(pipeline, _index(pipeline))
+        loaded = _load_any_variant(pipeline)
     except UserError:
         raise
     except Exception as error:  # missing, unreachable, truncated or of another shape: each library raises its own kind
@@ -93,12 +81,22 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
     return _in_own_memory(loaded.unet.float()), config
 
 
-def training_scheduler(config: dict) -> "DDPMScheduler | FlowScheduler":
+def _refuse_other_parts(pipeline: str, index: dict) -> None:
+    """Raises UserError where the index of a pipeline names other parts than an unconditional one of pixels has, or code."""
+    components = {name for name, value in index.items() if isinstance(value, list) and value[0] is not None}
+    if components != {"unet", "scheduler"} or index["unet"][1] != "UNet2DModel":
+        has = ", ".join(sorted(components)) or "neither"
+        kind = f", the unet of class {index['unet'][1]}" if "unet" in components else ""
+        raise UserError(
+            f"{pipeline} is not an unconditional pipeline of pixels: it has {has}{kind}\n"
+            "use a pipeline that has only a `unet` (UNet2DModel) and a `scheduler`"
+        )
+    if isinstance(index.get("_class_name"), list):  # of which code would be run
+        raise UserError(f"{pipeline} contains code, which is not run here\nuse a pipeline of diffusers' own classes")
+
+
+def training_scheduler(config: dict) -> DDPMScheduler | FlowScheduler:
     """The process that a pipeline's network was trained on. Raises UserError for an unknown schedule."""
-    from diffusers import DDPMScheduler
-
-    from models.flow_scheduler import FlowScheduler
-
     # With this list, from_config would replace what another scheduler class has for a default by its own.
     config = {key: value for key, value in config.items() if key != "_use_default_values"}
     if is_flow(config):
@@ -112,18 +110,16 @@ def training_scheduler(config: dict) -> "DDPMScheduler | FlowScheduler":
         ) from None
 
 
-def _load_any_variant(pipeline_class: type["DiffusionPipeline"], pipeline: str) -> "DiffusionPipeline":
+def _load_any_variant(pipeline: str) -> DiffusionPipeline:
     try:
-        return pipeline_class.from_pretrained(pipeline)
+        return DiffusionPipeline.from_pretrained(pipeline)
     except (OSError, ValueError):
-        try:
-            return pipeline_class.from_pretrained(pipeline, variant=only_variant(pipeline) or "fp16")
-        except (OSError, ValueError):
-            pass
+        with contextlib.suppress(OSError, ValueError):
+            return DiffusionPipeline.from_pretrained(pipeline, variant=only_variant(pipeline) or "fp16")
         raise  # what was wrong with the usual files
 
 
-def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
+def load_network(pipeline: str) -> tuple[UNet2DModel | EDM2UNet, dict]:
     """Returns the U-Net in fp32 and the scheduler's config of what the scripts here can sample from. Raises UserError.
 
     An unconditional pipeline as for `load_unconditional`; an EDM2 pipeline, with or without classes, or a DDPM pipeline of ours
@@ -137,11 +133,8 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
     else:
         folder = exported(pipeline)
         kind = _kind(pipeline)
-        load = _load_edm2 if kind == EDM2 else _load_parts if kind in OURS else load_unconditional
-        unet, scheduler_config = load(folder)
+        unet, scheduler_config = _load_parts(folder, kind) if kind else load_unconditional(folder)
     if _is_checkpoint(pipeline):
-        from safetensors.torch import load_file
-
         weights = next(path / name for name in ("ema.safetensors", "model.safetensors") if (path / name).is_file())
         try:
             tensors = {name.removeprefix("unet."): tensor for name, tensor in load_file(weights).items()}  # beside u(sigma)
@@ -153,11 +146,9 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
     return unet.eval(), scheduler_config
 
 
-def load_decoder(pipeline: str, unet: "UNet2DModel | EDM2UNet") -> "Autoencoder | None":
+def load_decoder(pipeline: str, unet: UNet2DModel | EDM2UNet) -> Autoencoder | None:
     """The autoencoder by which what `unet` of the pipeline, or of the checkpoint of a run, makes becomes images; None where it
     makes images. Raises UserError for one that cannot be loaded."""
-    from utils.data.autoencoder import Scale, autoencoder_of, load_autoencoder
-
     index = _index_if_any(pipeline)
     if not index and _is_checkpoint(pipeline) and (saved := _state(pipeline)).get("vae"):
         name = place_of_decoder(pipeline)
@@ -177,7 +168,7 @@ def place_of_decoder(pipeline: str) -> str:
     folder = Path(exported(pipeline))
     if _has_index(folder) or not _is_checkpoint(pipeline):
         return str(folder)
-    record, saved = _record(folder), _state(pipeline)
+    record, saved = read_json(folder / "options.json"), _state(pipeline)
     return str(located({**record, "options": {**record.get("options", {}), "vae": saved["vae"]}}, folder, ["vae"])["vae"])
 
 
@@ -204,20 +195,8 @@ def _state(checkpoint: str | Path) -> dict[str, Any]:
         ) from None
 
 
-def _record(folder: Path) -> dict[str, Any]:
-    """What options.json of a run holds; empty where it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return dict(json.loads((folder / "options.json").read_text()))
-    return {}
-
-
-def _made_by_options(checkpoint: Path) -> tuple["UNet2DModel | EDM2UNet", dict]:
+def _made_by_options(checkpoint: Path) -> tuple[UNet2DModel | EDM2UNet, dict]:
     """A network of any weights, and the config of its scheduler, as the options of a checkpoint mean them."""
-    from diffusers import DDPMScheduler, UNet2DModel
-
-    from models.edm2_unet import EDM2UNet
-    from models.edm_heun import EDMHeunScheduler
-
     options = _state(checkpoint)
     config = {name.removeprefix("network."): value for name, value in options.items() if name.startswith("network.")}
     if not config:  # of an early version
@@ -231,23 +210,12 @@ def _made_by_options(checkpoint: Path) -> tuple["UNet2DModel | EDM2UNet", dict]:
         unet = UNet2DModel.from_config(config)
     if options.get("objective") == "flow":
         return unet, flow_config({"num_train_timesteps": 1000, "prediction_type": options["prediction_type"]}, str(checkpoint))
-    if SCHEDULER in options:
-        scheduler = training_scheduler(options[SCHEDULER])
-    else:
-        scheduler = make_noise_scheduler(
-            beta_schedule=options["ddpm_beta_schedule"],
-            num_train_timesteps=options["ddpm_num_steps"],
-            prediction_type=options["prediction_type"],
-            rescale_betas_zero_snr=options["rescale_betas_zero_snr"],
-            clips=not options.get("vae"),
-        )
+    scheduler = training_scheduler(options[SCHEDULER]) if SCHEDULER in options else scheduler_of(options)
     return unet, dict(DDPMScheduler.from_config(config_for_any(scheduler.config)).config)
 
 
 def _index(pipeline: str) -> dict:
     """What model_index.json of the pipeline, or of a checkpoint's run, says. Raises UserError where it cannot be read."""
-    from diffusers import DiffusionPipeline
-
     try:
         return DiffusionPipeline.load_config(exported(pipeline))
     except Exception as error:  # each library raises its own kind
@@ -270,7 +238,7 @@ def names_of_classes(pipeline: str) -> list[str]:
     """The names of a pipeline's classes, or of those of a checkpoint's run, by their numbers; empty where they have none."""
     index = _index_if_any(pipeline)
     if not index and _is_checkpoint(pipeline):
-        return _record(Path(pipeline).parent).get("class_names") or []
+        return read_json(Path(pipeline).parent / "options.json").get("class_names") or []
     names = index.get("id2label") or {}
     with contextlib.suppress(KeyError, TypeError):  # another's, numbered in another way
         return [names[str(number)] for number in range(len(names))]
@@ -286,23 +254,12 @@ def _kind(pipeline: str) -> str | None:
     return made_by[1] if isinstance(made_by, list) and made_by[-1] in OURS else None
 
 
-def _load_edm2(pipeline: str) -> tuple["EDM2UNet", dict]:
-    from models.edm2_unet import EDM2UNet
-    from models.edm_heun import EDMHeunScheduler
-
+def _load_parts(pipeline: str, kind: str) -> tuple[UNet2DModel | EDM2UNet, dict]:
+    """Of a pipeline that is of this `_kind`."""
+    network, scheduler = (EDM2UNet, EDMHeunScheduler) if kind == EDM2 else (UNet2DModel, DDPMScheduler)
     try:
-        unet = EDM2UNet.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
-        return _in_own_memory(unet.float()), EDMHeunScheduler.load_config(pipeline, subfolder="scheduler")
-    except Exception as error:
-        raise _cannot_load(pipeline, error) from error
-
-
-def _load_parts(pipeline: str) -> tuple["UNet2DModel", dict]:
-    from diffusers import DDPMScheduler, UNet2DModel
-
-    try:
-        unet = UNet2DModel.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
-        config = dict(DDPMScheduler.load_config(pipeline, subfolder="scheduler"))
+        unet = network.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
+        config = dict(scheduler.load_config(pipeline, subfolder="scheduler"))
         return _in_own_memory(unet.float()), flow_config(config, pipeline) if is_flow(config) else config
     except UserError:
         raise
@@ -314,7 +271,7 @@ def trained_bits(pipeline: str) -> int:
     """16 for a run, or a checkpoint of one, whose images have as many bits; 8 for everything else."""
     for folder in (Path(pipeline), Path(pipeline).parent):
         with contextlib.suppress(KeyError, TypeError):
-            return 16 if _record(folder)["options"]["preserve_input_precision"] else 8
+            return 16 if read_json(folder / "options.json")["options"]["preserve_input_precision"] else 8
     return 8
 
 
@@ -326,7 +283,7 @@ def _in_own_memory(unet: T) -> T:
     return unet
 
 
-def image_shape(unet: "UNet2DModel | EDM2UNet") -> tuple[int, int, int]:
+def image_shape(unet: UNet2DModel | EDM2UNet) -> tuple[int, int, int]:
     """(C, H, W) of the images that `unet` was trained on. Raises UserError where it does not say."""
     config = unet.config
     if config.sample_size is None:

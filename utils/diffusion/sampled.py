@@ -2,20 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
+from diffusers import UNet2DModel
 
+from models.edm2_unet import EDM2UNet
 from utils.core.distributed import main_process_first
 from utils.diffusion.guidance import asked_classes, make_guided_prediction
 from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes
 from utils.diffusion.sampling import SamplePlan, full_precision, make_sampler, sampling_steps, usual_sampler
-
-if TYPE_CHECKING:
-    from diffusers import UNet2DModel
-
-    from models.edm2_unet import EDM2UNet
-    from utils.options.flags import EvaluateOptions, GenerateOptions
+from utils.options.flags import EvaluateOptions, GenerateOptions
 
 
 class SampledPipeline:
@@ -35,8 +31,8 @@ class SampledPipeline:
         self,
         accelerator: Accelerator,
         name: str,
-        args: "GenerateOptions | EvaluateOptions",
-        guide: "tuple[UNet2DModel | EDM2UNet, dict] | None" = None,  # of `load_guide`
+        args: GenerateOptions | EvaluateOptions,
+        guide: tuple[UNet2DModel | EDM2UNet, dict] | None = None,  # of `load_guide`
     ):
         self.accelerator, self.name, self.batch_size = accelerator, name, args.batch_size
         with main_process_first(accelerator, "loading the pipeline"):  # one download, not one per process
@@ -67,7 +63,7 @@ class SampledPipeline:
         self.unet.cpu()  # the guide is that of other pipelines, too
 
 
-def load_guide(accelerator: Accelerator, pipeline: str | None) -> "tuple[UNet2DModel | EDM2UNet, dict] | None":
+def load_guide(accelerator: Accelerator, pipeline: str | None) -> tuple[UNet2DModel | EDM2UNet, dict] | None:
     """Returns the network and the scheduler's config of --guide_pipeline, where it is set. Raises UserError."""
     if not pipeline:
         return None

@@ -24,11 +24,9 @@ def about_weights(pipeline: str) -> list[str]:
     others = [f"{name} ({_STEM}.{name})" for name in variants if name and name != used]
     others += [folder.name for folder in _networks(Path(pipeline)) if folder != place]
     notes = [f"{pipeline}: the variant {used} of the weights is used, because there are no others"] if used else []
-    return (
-        [*notes, f"{pipeline}: the weights in {place.name} are used; there are others in {', '.join(others)}"]
-        if others
-        else notes
-    )
+    if others:
+        notes.append(f"{pipeline}: the weights in {place.name} are used; there are others in {', '.join(others)}")
+    return notes
 
 
 def advice(pipeline: str) -> str | None:

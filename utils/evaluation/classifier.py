@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from utils.core.errors import UserError
 from utils.core.files import whole_file
-from utils.data.augmentation import to_unit_range
+from utils.data.augmentation import averaged_down, to_unit_range
 from utils.data.dataset import ImageSet, content_fingerprint
 from utils.data.loader import SampleOrder
-from utils.evaluation.extractor_base import Extractor, eight_bit, weights_sha256
+from utils.evaluation.extractor_base import Extractor, eight_bit, tensors_sha256
 
 VERSION = 2  # raise it when the same data gives other weights
 _SIDE = 32  # pixels: larger images are averaged down, so that training takes a minute or so at any resolution
@@ -51,9 +51,7 @@ class Classifier(Extractor):
         self.head = nn.Linear(64, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        pixels = to_unit_range(images, 255)
-        height, width = (min(side, _SIDE) for side in pixels.shape[-2:])
-        return self.layers(functional.adaptive_avg_pool2d(pixels, (height, width))).mean((2, 3))
+        return self.layers(averaged_down(to_unit_range(images, 255), _SIDE)).mean((2, 3))
 
     def probabilities(self, features: torch.Tensor) -> torch.Tensor:
         """Of the classes, float32 [n, classes], from features [n, 64]."""
@@ -88,7 +86,7 @@ def trained_classifier(images: ImageSet, cache_dir: Path | None) -> Classifier:
         classifier.accuracy = _train(classifier, images)
         if path:
             _save(classifier, path)
-    classifier.sha256 = weights_sha256(classifier)
+    classifier.sha256 = tensors_sha256(classifier.state_dict())
     return classifier.eval().requires_grad_(False)
 
 

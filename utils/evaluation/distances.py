@@ -6,19 +6,26 @@ stored moments can be compared with, the root of a singular covariance is taken 
 distance uses all pairs in place of random subsets drawn from the global random state.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 _ROWS = 2048  # at once, against all others
 
 
+@dataclass
 class Moments:
     """Count, mean [D] and scatter [D, D] (sum of outer products around the mean) of features in batches; float64, of fixed
     size."""
 
-    def __init__(self, dimensions: int, device: torch.device | str = "cpu"):
-        self.count = 0
-        self.mean = torch.zeros(dimensions, dtype=torch.float64, device=device)
-        self.scatter = torch.zeros(dimensions, dimensions, dtype=torch.float64, device=device)
+    count: int
+    mean: torch.Tensor
+    scatter: torch.Tensor
+
+    @classmethod
+    def empty(cls, dimensions: int, device: torch.device | str = "cpu") -> "Moments":
+        mean = torch.zeros(dimensions, dtype=torch.float64, device=device)
+        return cls(0, mean, mean.new_zeros(dimensions, dimensions))
 
     def add(self, features: torch.Tensor) -> None:
         """`features` [n, D]. Updated around the running mean (Chan et al. 1983): no difference of large sums."""
@@ -41,22 +48,14 @@ class Moments:
 
     def scaled(self, mean: torch.Tensor, scale: torch.Tensor) -> "Moments":
         """Returns those of (features - mean) / scale, both [D]."""
-        result = Moments(len(self.mean), self.mean.device)
-        result.count, result.mean, result.scatter = (
-            self.count,
-            (self.mean - mean) / scale,
-            self.scatter / torch.outer(scale, scale),
-        )
-        return result
+        return Moments(self.count, (self.mean - mean) / scale, self.scatter / torch.outer(scale, scale))
 
     def to(self, device: torch.device | str) -> "Moments":
-        result = Moments(len(self.mean), device)
-        result.count, result.mean, result.scatter = self.count, self.mean.to(device), self.scatter.to(device)
-        return result
+        return Moments(self.count, self.mean.to(device), self.scatter.to(device))
 
     @classmethod
     def of(cls, features: torch.Tensor) -> "Moments":
-        moments = cls(features.shape[1], features.device)
+        moments = cls.empty(features.shape[1], features.device)
         for rows in features.split(_ROWS):
             moments.add(rows)
         return moments

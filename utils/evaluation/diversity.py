@@ -94,7 +94,7 @@ def neighborhoods(generated: torch.Tensor, real: torch.Tensor, k: int = 5) -> Ne
         raise ValueError(f"{k} neighbors need more than {k} rows of each set, got {len(generated)} and {len(real)}")
     center = real.mean(0, dtype=torch.float64)
     generated, real = _centered(generated, center), _centered(real, center)
-    real_radii, generated_radii = _radii(real, k), _radii(generated, k)
+    real_radii, generated_radii = (_nearest_others(rows, k)[0][:, -1] for rows in (real, generated))
     inside, precise, covered = 0, 0, torch.zeros(len(real), dtype=torch.bool, device=real.device)
     recalled = torch.zeros_like(covered)
     start = 0
@@ -114,12 +114,17 @@ def neighborhoods(generated: torch.Tensor, real: torch.Tensor, k: int = 5) -> Ne
     )
 
 
-def _radii(features: torch.Tensor, k: int) -> torch.Tensor:
-    """Distance of each row to its k-th nearest other one. Itself is the nearest of k + 1."""
-    nearest = [
-        _distances(rows, features).topk(k + 1, dim=1, largest=False).values[:, k] for rows in _blocks(features, len(features))
-    ]
-    return torch.cat(nearest)
+def _nearest_others(features: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances float64 and indices int64, both [N, count], of each row's nearest other rows, the nearest one first."""
+    found, start = [], 0
+    for rows in _blocks(features, len(features)):
+        distances = _distances(rows, features)
+        own = torch.arange(len(rows), device=rows.device)
+        distances[own, start + own] = torch.inf
+        found.append(distances.topk(count, dim=1, largest=False))
+        start += len(rows)
+    values, indices = map(torch.cat, zip(*found))
+    return values, indices
 
 
 def fit_modes(real: torch.Tensor, modes: int, seed: int) -> torch.Tensor:
@@ -206,7 +211,8 @@ def empty_regions(generated: torch.Tensor, real: torch.Tensor, seed: int) -> tup
     """
     if len(generated) != len(real):
         raise ValueError(f"sets of one size are compared, got {len(generated)} and {len(real)} rows")
-    around = _surroundings(torch.cat([real, generated]), _AROUND)
+    pool = torch.cat([real, generated])
+    _, around = _nearest_others(_centered(pool, pool.mean(0, dtype=torch.float64)), _AROUND)
     used = torch.ones_like(around, dtype=torch.bool)
     is_generated = torch.arange(len(around), device=around.device) >= len(real)
     return tuple(  # type: ignore[return-value]
@@ -222,8 +228,9 @@ def smallest_visible_gap(others: torch.Tensor, real: torch.Tensor, seed: int) ->
     None where not even a gap of 30 % is.
     """
     count, pool = len(real), torch.cat([real, others])
-    around = _surroundings(pool, min(3 * _AROUND, len(pool) - 1))  # enough of them stay when those of a gap are out
     center = pool.mean(0, dtype=torch.float64)
+    most = min(3 * _AROUND, len(pool) - 1)  # enough of them stay when those of a gap are out
+    _, around = _nearest_others(_centered(pool, center), most)
     chosen = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(seed, "gaps") % 2**63))[:10]
     by_distance = _distances(_centered(others[chosen.to(others.device)], center), _centered(others, center)).argsort(1)
     is_real = torch.arange(len(pool), device=pool.device) < count
@@ -239,18 +246,6 @@ def smallest_visible_gap(others: torch.Tensor, real: torch.Tensor, seed: int) ->
         if found >= 0.9 * len(chosen):
             return share
     return None
-
-
-def _surroundings(pool: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices int64 [N, count] of each row's nearest other rows, nearest first."""
-    rows, found, start = _centered(pool, pool.mean(0, dtype=torch.float64)), [], 0
-    for block in _blocks(rows, len(rows)):
-        distances = _distances(block, rows)
-        own = torch.arange(len(block), device=rows.device)
-        distances[own, start + own] = torch.inf
-        found.append(distances.topk(count, dim=1, largest=False).indices)
-        start += len(block)
-    return torch.cat(found)
 
 
 def _lonely_share(around: torch.Tensor, used: torch.Tensor, others: torch.Tensor, own: torch.Tensor) -> float:

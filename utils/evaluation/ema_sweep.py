@@ -1,6 +1,5 @@
 """Which EMA length is best for a run: a distance of its samples from its training images, width after width."""
 
-import json
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import nn
 
 from utils.core.bars import Bar
 from utils.core.errors import UserError
-from utils.core.files import whole_file
+from utils.core.files import write_json
 from utils.data.autoencoder import Autoencoder
 from utils.data.dataset import cache_folder, load_images
 from utils.data.training_data import split_validation
@@ -81,8 +80,7 @@ def write_sweep(output_dir: Path, run: Path, metric: str, step: int, num_images:
     best = min(values, key=lambda width: values[width])
     found = {"run": str(run), "metric": metric, "step": step, "num_images": num_images, "best_width": best}
     output_dir.mkdir(parents=True, exist_ok=True)
-    with whole_file(output_dir / "sweep.json") as draft:
-        draft.write_text(json.dumps(found | {"widths": {str(w): v for w, v in values.items()}}, indent=2) + "\n")
+    write_json(output_dir / "sweep.json", found | {"widths": {str(width): value for width, value in values.items()}})
     widths = sorted(values)
     curve = Curve(f"{num_images} samples", widths, [values[width] for width in widths])
     figure = plot(

@@ -1,6 +1,7 @@
 """What an extractor of features is, and what identifies one."""
 
 import hashlib
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -30,12 +31,12 @@ class Extractor(nn.Module):
         return {"features": self.name, "extractor_sha256": self.sha256, "resize": self.resize, "dimensions": self.dimensions}
 
 
-def weights_sha256(module: nn.Module) -> str:
-    """Of names, shapes and bytes of all weights and buffers."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
+def tensors_sha256(tensors: Mapping[str, torch.Tensor], text: str = "") -> str:
+    """Of `text`, and of names, shapes and bytes of the tensors, such as the weights of an extractor."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
 

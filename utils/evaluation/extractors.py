@@ -15,9 +15,11 @@ from torch.nn import functional
 
 from utils.core import randomness
 from utils.core.errors import UserError
-from utils.data.augmentation import to_unit_range
+from utils.data.augmentation import averaged_down, to_unit_range
 from utils.data.dataset import ImageSet
-from utils.evaluation.extractor_base import Extractor, eight_bit, weights_sha256
+from utils.evaluation.classifier import trained_classifier
+from utils.evaluation.extractor_base import Extractor, eight_bit, tensors_sha256
+from utils.evaluation.pretrained import DINOv2, Inception
 
 EXTRACTORS = ("randconv", "classifier", "pixels", "inception", "dinov2")
 
@@ -41,15 +43,11 @@ class RandomConvolutions(Extractor):
         for scale in range(self.SCALES):
             for layer, (outputs, inputs) in enumerate(((self.HIDDEN, channels), (self.SECOND, self.HIDDEN))):
                 self.register_buffer(f"weight_{scale}_{layer}", _normal_filters(f"randconv {scale} {layer}", outputs, inputs))
-        self.sha256 = weights_sha256(self)
+        self.sha256 = tensors_sha256(self.state_dict())
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        pixels = to_unit_range(images, 255)
-        if max(pixels.shape[-2:]) > self.LARGEST:
-            height, width = (min(side, self.LARGEST) for side in pixels.shape[-2:])
-            pixels = functional.adaptive_avg_pool2d(pixels, (height, width))
-        features = []
+        pixels, features = averaged_down(to_unit_range(images, 255), self.LARGEST), []
         for scale in range(self.SCALES):
             if scale:
                 pixels = _halve(pixels)
@@ -107,12 +105,10 @@ class PrincipalPixels(Extractor):
         self.register_buffer("mean", pixels.mean(0).float())
         self.register_buffer("basis", vectors[:, -max(kept, 1) :].float())
         self.dimensions = self.basis.shape[1]
-        self.sha256 = weights_sha256(self)
+        self.sha256 = tensors_sha256(self.state_dict())
 
     def _flat(self, images: torch.Tensor) -> torch.Tensor:
-        pixels = to_unit_range(images, 255)
-        height, width = (min(side, self.SIDE) for side in pixels.shape[-2:])
-        return functional.adaptive_avg_pool2d(pixels, (height, width)).flatten(1)
+        return averaged_down(to_unit_range(images, 255), self.SIDE).flatten(1)
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -148,15 +144,8 @@ def make_extractor(
                 f"--features {name} needs the reference images, and --reference is a file of statistics\n"
                 "set --dataset_name or --train_data_dir instead"
             )
-        if name == "pixels":
-            extractor = PrincipalPixels(images)
-        else:
-            from utils.evaluation.classifier import trained_classifier
-
-            extractor = trained_classifier(images, cache_dir)
+        extractor = PrincipalPixels(images) if name == "pixels" else trained_classifier(images, cache_dir)
     elif name in ("inception", "dinov2"):
-        from utils.evaluation.pretrained import DINOv2, Inception
-
         count = images.shape[0] if images is not None else channels
         if count not in (None, 1, 3):
             raise UserError(f"--features {name} needs 1 or 3 channels, and these images have {count}\nset --features randconv")

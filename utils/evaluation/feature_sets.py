@@ -22,7 +22,7 @@ from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.data.dataset import ImageSet, content_fingerprint
 from utils.evaluation.distances import Moments
-from utils.evaluation.extractor_base import Extractor, eight_bit
+from utils.evaluation.extractor_base import Extractor, eight_bit, tensors_sha256
 
 FORMAT = 2
 SAMPLE_ROWS, REFERENCE_ROWS = 10_000, 50_000  # features kept of generated and of real images; the moments are of all
@@ -99,7 +99,7 @@ def extract(
         progress: called with the number of images that each chunk adds.
     """
     on_device = accelerator.device if accelerator.device.type == "cuda" else "cpu"  # not every backend has float64
-    moments = [Moments(extractor.dimensions, on_device) for extractor in extractors]
+    moments = [Moments.empty(extractor.dimensions, on_device) for extractor in extractors]
     kept = evenly(count, kept_rows)
     rows: list[list[torch.Tensor]] = [[] for _ in extractors]
     shown, images_kept, digest = evenly(count, kept_images), [], hashlib.sha256()
@@ -188,7 +188,7 @@ def save_features(path: Path, features: FeatureSet, facts: dict) -> str:
         "indices": features.indices,
     }
     text = json.dumps(facts | {"pixels_sha256": features.pixels_sha256}, sort_keys=True)
-    digest = _digest(tensors, text)
+    digest = tensors_sha256(tensors, text)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with whole_file(path, shared=True) as draft:
@@ -222,22 +222,13 @@ def load_features(path: Path) -> tuple[FeatureSet, dict, str]:
         raise UserError(
             f"--reference {path} is not a file of statistics: {error}\nmake it with evaluate.py make-reference"
         ) from None
-    if metadata.get("format") != str(FORMAT) or _digest(tensors, text) != digest:
+    if metadata.get("format") != str(FORMAT) or tensors_sha256(tensors, text) != digest:
         raise UserError(
             f"--reference {path} is damaged, or another version wrote it\nmake it again with evaluate.py make-reference"
         )
-    moments = Moments(len(tensors["mean"]))
-    moments.count, moments.mean, moments.scatter = int(tensors["count"]), tensors["mean"], tensors["scatter"]
+    moments = Moments(int(tensors["count"]), tensors["mean"], tensors["scatter"])
     facts = json.loads(text)
     return FeatureSet(moments, tensors["rows"], tensors["indices"], facts.pop("pixels_sha256")), facts, digest
-
-
-def _digest(tensors: dict[str, torch.Tensor], text: str) -> str:
-    digest = hashlib.sha256(text.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.contiguous().numpy().data)
-    return digest.hexdigest()
 
 
 def sync_weights(extractor: Extractor) -> None:

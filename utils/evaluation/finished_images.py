@@ -1,6 +1,5 @@
 """A folder of finished images, as evaluation takes it: all of one size, read when their turn comes."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 
 from utils.core.errors import UserError
+from utils.core.files import read_json
 from utils.core.size import Size
 from utils.data.decode import ImageFile, ImagePreparation, UndecodableImage, header_of
 from utils.data.file_tree import FileTree
@@ -34,7 +34,7 @@ class FinishedImages:
         tree = FileTree(str(folder), opens_archives=False)
         tree.add_folder(str(folder))
         files = [Path(tree.paths[name]) for name in tree.images()]
-        self.settings = _settings(folder)  # how generate.py made them; empty for other folders
+        self.settings = read_json(folder / "generate.json")  # how generate.py made them; empty for other folders
         if self.settings:
             files = sorted(path for path in folder.iterdir() if re.fullmatch(r"\d{6,}\.(png|npy)", path.name))
         if not files:
@@ -90,10 +90,3 @@ def _header(path: Path) -> tuple[str | int, int, int] | None:
     except (OSError, ValueError):
         return None
     return channels, height, width
-
-
-def _settings(folder: Path) -> dict:
-    try:
-        return json.loads((folder / "generate.json").read_text())
-    except (OSError, ValueError):
-        return {}

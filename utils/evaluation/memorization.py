@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from PIL import Image
-from torch.nn.functional import adaptive_avg_pool2d
 
 from utils.core.images import side_by_side
-from utils.data.augmentation import to_unit_range
+from utils.data.augmentation import averaged_down, to_unit_range
 from utils.data.dataset import ImageSet
-from utils.diagnostics.data_check import NEAR_COPY_DISTANCE, gray_thumbnails
+from utils.diagnostics.data_check import NEAR_COPY_DISTANCE, gray_thumbnails, nearest
 from utils.evaluation.extractor_base import eight_bit
 from utils.evaluation.feature_sets import evenly
 
@@ -25,46 +24,23 @@ SHEET_PAIRS = 24
 _CHUNK_BYTES = 16 * 2**20  # of training images at once, as float64
 
 
-@dataclass
-class Nearest:
-    """For each query its nearest training image: `distances` float32 [n], `indices` int64 [n] into the training set."""
-
-    distances: torch.Tensor
-    indices: torch.Tensor
-
-
 def kept_for_memorization(count: int, image_bytes: int) -> int:
     """Returns how many of `count` samples, of so many bytes each, are compared with the training images."""
     return max(1, min(count, MAX_IMAGES, MAX_BYTES // max(image_bytes, 1)))
 
 
-def nearest_rows(queries: torch.Tensor, rows: torch.Tensor, own: torch.Tensor | None = None) -> Nearest:
-    """Among `rows` [N, D] by Euclidean distance; `own` int64 [n] is the row that each query must not find: itself."""
+def nearest_rows(
+    queries: torch.Tensor, rows: torch.Tensor, own: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Euclidean distances float32 [n] to the nearest of `rows` [N, D], and the indices int64 [n] of these; see `nearest`."""
     chunks = torch.arange(len(rows)).split(_at_once(max(len(queries), 1)))
-    indices = _nearest(queries, ((int(chunk[0]), rows[chunk]) for chunk in chunks), own)
-    return Nearest((queries - rows[indices]).norm(dim=1), indices)
-
-
-def _nearest(queries: torch.Tensor, chunks: Iterable[tuple[int, torch.Tensor]], own: torch.Tensor | None) -> torch.Tensor:
-    """Index int64 [n] of each query's nearest row; `chunks` gives (index of the first row, rows)."""
-    queries = queries.double()  # the scores of faint or far-off images are small differences of large numbers
-    best, indices = queries.new_full((len(queries),), torch.inf), torch.zeros(len(queries), dtype=torch.int64)
-    for start, rows in chunks:
-        rows = rows.double()
-        scores = torch.addmm(rows.square().sum(1), queries, rows.T, alpha=-2)  # |q - r|^2 without |q|^2, the same for all r
-        if own is not None:
-            here = (own >= start) & (own < start + len(rows))
-            scores[here.nonzero()[:, 0], own[here] - start] = torch.inf
-        found, places = scores.min(1)
-        better = found < best
-        best[better], indices[better] = found[better], places[better] + start
-    return indices
+    indices = nearest(queries, ((int(chunk[0]), rows[chunk]) for chunk in chunks), own)
+    return (queries - rows[indices]).norm(dim=1), indices
 
 
 def small_pixels(images: torch.Tensor) -> torch.Tensor:
     """float32 [n, C x h x w] in [-1, 1] of uint8 [n, C, H, W], averaged down to at most 16 x 16."""
-    height, width = (min(side, SIDE) for side in images.shape[-2:])
-    return adaptive_avg_pool2d(to_unit_range(images, 255), (height, width)).flatten(1)
+    return averaged_down(to_unit_range(images, 255), SIDE).flatten(1)
 
 
 def near_duplicates(images: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -96,7 +72,7 @@ def closest(chunks: Callable[[], Iterable[torch.Tensor]], training: ImageSet, ow
     count, pixels = queries.shape[1:]
     parts = torch.arange(len(training)).split(_at_once(max(math.prod(training.shape), pixels, 2 * count)))
     rows = ((int(part[0]), small_pixels(_fetch(training, part))) for part in parts)
-    indices = _nearest(queries.flatten(0, 1), rows, own if own is None else own.repeat(2)).view(2, count)
+    indices = nearest(queries.flatten(0, 1), rows, own if own is None else own.repeat(2)).view(2, count)
     distances, relative, start = torch.empty(2, count), torch.empty(2, count, dtype=torch.float64), 0
     for images in chunks():
         part = slice(start, start + len(images))
@@ -183,11 +159,12 @@ def feature_memorization(rows: torch.Tensor, training_rows: torch.Tensor, valida
     """
     rows = rows[evenly(len(rows), MAX_IMAGES)]
     if validation_rows is not None and len(validation_rows):
-        others, real = "held-out images", nearest_rows(validation_rows[evenly(len(validation_rows), len(rows))], training_rows)
+        some = validation_rows[evenly(len(validation_rows), len(rows))]
+        others, (real, _) = "held-out images", nearest_rows(some, training_rows)
     else:
         own = evenly(len(training_rows), len(rows))
-        others, real = "other training images", nearest_rows(training_rows[own], training_rows, own)
-    typical, typical_real = nearest_rows(rows, training_rows).distances.median().item(), real.distances.median().item()
+        others, (real, _) = "other training images", nearest_rows(training_rows[own], training_rows, own)
+    typical, typical_real = nearest_rows(rows, training_rows)[0].median().item(), real.median().item()
     return {
         "feature_distance": typical,
         "feature_distance_real": typical_real,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from utils.core.distributed import from_main_process, on_main_process
+from utils.core.distributed import made_on_main_process
 from utils.core.errors import UserError
 from utils.diffusion.weights import about_weights
 from utils.runs.checkpoint_files import list_checkpoints, newest_checkpoint
@@ -40,6 +40,4 @@ def _tell(lines: list[str]) -> None:
 
 def agreed(accelerator: Accelerator, name: str) -> str:
     """Returns what `loadable` does, the same on every process: a run that goes on may have saved another one meanwhile."""
-    found: list[str] = []
-    on_main_process(accelerator, "looking at the run", lambda: found.append(loadable(name)))
-    return from_main_process(found)[0]
+    return made_on_main_process(accelerator, "looking at the run", loadable, name)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from utils.core.errors import UserError
-from utils.evaluation.extractor_base import Extractor, weights_sha256
+from utils.evaluation.extractor_base import Extractor, tensors_sha256
 
 # The network of Heusel et al. 2017 as torch-fidelity converted it; the file's name holds the start of its SHA-256.
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
@@ -49,9 +49,8 @@ class Inception(Extractor):
         except ImportError as error:
             raise UserError(f"--features inception needs torch-fidelity: {error}\npip install torch-fidelity") from None
         try:
-            torch.load(
-                weights, map_location="cpu", weights_only=True
-            )  # torch-fidelity's own call leaves this to torch's default
+            # torch-fidelity's own call leaves this to torch's default.
+            torch.load(weights, map_location="cpu", weights_only=True)
             self.network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(weights))
         except Exception as error:  # a pickle of code, a zip file cut short, other keys, other shapes
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -103,7 +102,7 @@ class DINOv2(Extractor):
                 "use a folder with the config.json and model.safetensors of one"
             ) from None
         self.dimensions = self.network.config.hidden_size
-        self.sha256 = weights_sha256(self)
+        self.sha256 = tensors_sha256(self.state_dict())
         # ImageNet's mean and standard deviation, in units of [0, 1].
         self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1), persistent=False)

@@ -143,7 +143,4 @@ def real_floor(real: FeatureSet, count: int, *, standardized: bool, seed: int, d
 
 
 def _shuffled(rows: torch.Tensor, seed: int) -> torch.Tensor:
-    positions = torch.arange(len(rows))
-    if len(rows) == 0:
-        return rows
-    return rows[randomness.permute(seed, "evaluation rows", torch.zeros_like(positions), positions, len(rows))]
+    return rows[randomness.shuffled(seed, "evaluation rows", len(rows), len(rows))] if len(rows) else rows

@@ -1,13 +1,12 @@
 """The files of an evaluation: its figures, and what the record of the run that was evaluated says of them."""
 
-import json
 import sys
 from pathlib import Path
 
 from PIL import Image
 
 from utils.core.errors import UserError, one_line
-from utils.core.files import whole_file
+from utils.core.files import write_json
 from utils.core.images import save_png
 from utils.diagnostics.diagnose import diagnose
 from utils.diagnostics.finding import DIAGNOSIS, write_findings
@@ -54,8 +53,7 @@ def _tell(note: str) -> None:
 def write_figures(folder: Path, results: list[dict], sheet: Image.Image | None) -> None:
     """Writes evaluation.json, and the sheet of closest pairs of the last of the results. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    with whole_file(folder / "evaluation.json", shared=True) as draft:
-        draft.write_text(json.dumps({"results": results}, indent=2) + "\n")
+    write_json(folder / "evaluation.json", {"results": results}, shared=True)
     if sheet is not None:
         save_png(sheet, folder / ("nearest.png" if len(results) == 1 else f"nearest-{len(results) - 1}.png"))
 

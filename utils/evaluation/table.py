@@ -6,8 +6,10 @@ from statistics import mean
 
 from utils.core.errors import UserError
 from utils.diagnostics.finding import Finding, described
+from utils.diagnostics.report.evaluation import FIGURES
 from utils.diagnostics.rules.samples import MIN_VARIED
 from utils.evaluation.evaluator import metric_name
+from utils.evaluation.quality import NEIGHBORS
 from utils.evaluation.results import is_saved
 
 # What figures must share to be compared, and what to call it.
@@ -20,16 +22,7 @@ COMPARABLE = {
     "images": "number of images",
     "image_shape": "image size",
 }
-# figure, what the table calls it
-_DIVERSITY = (
-    ("precision", "precision (k 5)"),
-    ("recall", "recall (k 5)"),
-    ("density", "density (k 5)"),
-    ("coverage", "coverage (k 5)"),
-    ("variance_ratio", "variance / real"),
-    ("distance_ratio", "pairwise distance / real"),
-    ("vendi", "Vendi score"),
-)
+_OF_NEIGHBORS = {"precision", "recall", "density", "coverage"}
 
 
 def refuse_to_compare(first: dict, second: dict) -> None:
@@ -103,35 +96,28 @@ def header(result: dict) -> list[str]:
 
 def lines(results: list[dict]) -> list[str]:
     """Returns the table of results that may be compared, with the real/real floor as the last column."""
-    first = results[0]
-    floor = first["figures"]["floor"]
+    samples = [result["figures"] for result in results]
+    floor = samples[0]["floor"]
+    columns = [*samples, floor]
     rows = [["", *(_title(result) for result in results), f"real/real floor (N {floor['images']:,})"]]
     rows.append(["samples", *(_made(result) for result in results), ""])
-    for kind in ("fd", "kd"):
-        values = [f"{result['figures'][kind]:.4g}" for result in results]
-        rows.append([metric_name(kind, first), *values, f"{floor[kind]:.4g}"])
-    for key, name in _DIVERSITY:
-        rows.append([name, *(f"{result['figures'][key]:.3g}" for result in results), f"{floor[key]:.3g}"])
-
-    def modes(figures: dict) -> list[str]:
-        found = figures["modes"]
-        largest = f"{found['largest_share']:.1%} / {found['largest_real_share']:.1%}"
-        return [f"{found['hit']:.0%} of {found['number']}", f"{found['different']} of {found['number']}", largest]
-
-    if all(figures["regions"] for figures in (floor, *(result["figures"] for result in results))):
+    rows += [[metric_name(kind, results[0]), *(f"{figures[kind]:.4g}" for figures in columns)] for kind in ("fd", "kd")]
+    for key, name in FIGURES.items():
+        if key not in ("fd", "kd"):
+            name += f" (k {NEIGHBORS})" * (key in _OF_NEIGHBORS)
+            rows.append([name, *(f"{figures[key]:.3g}" for figures in columns)])
+    if all(figures["regions"] for figures in columns):
         for key, name in (("missing", "real images without samples near"), ("crowded", "samples without real images near")):
-            shares = [f"{result['figures']['regions'][key]['share']:.1%}" for result in results]
-            rows.append([name, *shares, f"{floor['regions'][key]['share']:.1%}"])
-    columns = [modes(result["figures"]) for result in results] + [modes(floor)]
-    for i, name in enumerate(("modes hit", "modes of another share", "most enlarged mode / real")):
-        rows.append([name, *(column[i] for column in columns)])
-    if all("classes" in result["figures"] for result in results):
-        classes = [result["figures"]["classes"] for result in results]
-        shown = [f"{found['hit']:.0%} of {found['number']}" for found in classes]
-        rows.append(["classes hit", *shown, f"judge right {classes[0]['accuracy']:.0%}"])
+            rows.append([name, *(f"{figures['regions'][key]['share']:.1%}" for figures in columns)])
+    modes = [figures["modes"] for figures in columns]
+    rows.append(["modes hit", *map(_hit, modes)])
+    rows.append(["modes of another share", *(f"{found['different']} of {found['number']}" for found in modes)])
+    largest = (f"{found['largest_share']:.1%} / {found['largest_real_share']:.1%}" for found in modes)
+    rows.append(["most enlarged mode / real", *largest])
+    if all(classes := [figures.get("classes") for figures in samples]):
+        rows.append(["classes hit", *map(_hit, classes), f"judge right {classes[0]['accuracy']:.0%}"])
         rows.append(["is_classifier", *(f"{found['score']:.3g}" for found in classes), ""])
-    if all("memorisation" in result["figures"] for result in results):
-        copies = [result["figures"]["memorisation"] for result in results]
+    if all(copies := [figures.get("memorisation") for figures in samples]):
         against = copies[0]["compared_with"]
         real = f"{copies[0]['near_duplicates_real']:.2%} ({against})"
         rows.append(["near-duplicates of training images", *(f"{found['near_duplicates']:.2%}" for found in copies), real])
@@ -139,6 +125,10 @@ def lines(results: list[dict]) -> list[str]:
         rows.append(["nearest training image, pixels / features", *ratios, f"1 ({against})"])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _hit(bins: dict) -> str:
+    return f"{bins['hit']:.0%} of {bins['number']}"
 
 
 def _title(result: dict) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from utils.core.errors import UserError
 
@@ -85,13 +86,12 @@ class EMA:
     def distance(self) -> torch.Tensor:
         """Returns the relative distance ||weights - average|| / ||average||, a 0-dim tensor on the device."""
         averages, weights = self._floating()
-        difference = torch._foreach_norm(torch._foreach_sub(weights, averages))
-        return torch.linalg.vector_norm(torch.stack(difference)) / self.norm()
+        return get_total_norm(torch._foreach_sub(weights, averages)) / self.norm()
 
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
         """L2 norm of the averages, a 0-dim tensor on the device."""
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self._averages)))
+        return get_total_norm(self._averages)
 
     def report(self) -> dict[str, Any]:
         """Returns figures to log, 0-dim tensors on the device."""

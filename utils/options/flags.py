@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from utils.core.errors import UserError
-from utils.core.size import Size, read_resolution, size_text
+from utils.core.size import Size, read_bytes, read_resolution
 from utils.options.parser import Options, changed, flag
 from utils.options.presets import EDM2_ABOUT, EDM2_FLAGS, FLAGS
 
@@ -43,7 +43,7 @@ class DataOptions(Options):
     cache_limit: str = flag(
         "50GB",
         "streaming: decoded blocks that stay on the disk, of all runs together (50GB)",
-        reads=size_text,
+        reads=lambda text: read_bytes(text) and text,  # stays as it was written
         words="a size such as 50GB",
         free=True,
     )
@@ -317,15 +317,16 @@ class PretrainedOptions(Options):
         None, 'with --pretrained: train only the parameters of these names, such as "up_blocks.*" (all)', metavar="NAME"
     )
 
-    def check_start(self, network_flags: tuple[str, ...]) -> None:
-        """Raises UserError where flags about the network, these among them, contradict each other."""
+    network_flags: ClassVar[tuple[str, ...]]  # that say what a pipeline says itself
+
+    def check(self) -> None:
         if self.pretrained is None:
             if self.train_only:
                 raise UserError(
                     "--train_only needs --pretrained: without it, layers that are not trained stay random\nadd --pretrained"
                 )
             return
-        for name in sorted(self.given.intersection(network_flags)):
+        for name in sorted(self.given.intersection(self.network_flags)):
             raise UserError(f"--{name} and --pretrained: the pipeline has its own network\nleave one of the two out")
 
 
@@ -412,6 +413,7 @@ class RunOptions(
             raise UserError(f"--best_metric {self.best_metric} is measured on samples, and --eval_steps is 0\nset --eval_steps")
         if self.early_stopping_patience and self.best_metric == "loss" and not self.validation_images:
             raise UserError("--early_stopping_patience needs a validation loss\nset --validation_images (or --best_metric fd)")
+        super().check()
 
     def check_latents(self) -> None:
         """Raises UserError where flags do not go together with latents, or need them, or with a stream."""
@@ -443,7 +445,8 @@ class ClassOptions(Options):
         1.0, "strength of the guidance in sample grids and evaluations of the run; 1: off (1)", at_least=0, free=True
     )
 
-    def check_classes(self) -> None:
+    def check(self) -> None:
+        super().check()
         if self.guidance != 1.0 and not self.class_conditional:
             raise UserError(f"--guidance {self.guidance:g} needs a network with classes\nset --class_conditional")
         if self.guidance != 1.0 and not self.label_dropout:
@@ -508,8 +511,7 @@ class DDPMSamplingOptions(Options):
 class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOptions, DDPMSamplingOptions):
     """train_ddpm.py"""
 
-    presets, script = FLAGS, "train_ddpm"
-
+    presets, script, network_flags = FLAGS, "train_ddpm", _DDPM_NETWORK
     sampling_flag: ClassVar[str] = "--ddpm_num_inference_steps"
 
     @property
@@ -522,8 +524,6 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
 
     def check(self) -> None:
         super().check()
-        self.check_classes()
-        self.check_start(_DDPM_NETWORK)
         if self.label_dropout != type(self).label_dropout and not self.class_conditional:
             raise UserError("--label_dropout needs a network with classes\nset --class_conditional")
         if self.spectral_norm and self.gradient_checkpointing:
@@ -588,8 +588,7 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
     """train_edm2.py"""
 
     presets, about_presets, usual_preset = EDM2_FLAGS, EDM2_ABOUT, "XS"
-    script = "train_edm2"
-
+    script, network_flags = "train_edm2", _NETWORK
     sampling_flag: ClassVar[str] = "--num_inference_steps"
 
     @property
@@ -612,11 +611,6 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
     ema_type: Any = changed(EMAOptions, "ema_type", "power")
     output_dir: str = changed(OutputOptions, "output_dir", "edm2-model-64")
     class_conditional: bool = changed(ClassOptions, "class_conditional", True, "train with classes if there are labels (yes)")
-
-    def check(self) -> None:
-        super().check()
-        self.check_classes()
-        self.check_start(_NETWORK)
 
     def check_latents(self) -> None:
         super().check_latents()
@@ -841,12 +835,6 @@ def read_widths(text: str) -> list[float]:
     return [round(first + i * step, 10) for i in range(int(count) + 1)]
 
 
-def widths_text(text: str) -> str:
-    """Returns `text` where `read_widths` knows what it means. Raises ValueError."""
-    read_widths(text)
-    return text
-
-
 @dataclass(kw_only=True)
 class ReconstructionOptions(Options):
     """the average"""
@@ -859,7 +847,7 @@ class ReconstructionOptions(Options):
         None,
         "try these widths and keep the best one",
         metavar="FIRST:LAST:STEP",
-        reads=widths_text,
+        reads=lambda text: read_widths(text) and text,  # stays as it was written
         words=f"FIRST:LAST:STEP, such as 0.02:0.25:0.01, with at most {MOST_WIDTHS} widths above 0 and below {WIDEST}",
     )
     metric: Literal["fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels"] = flag(

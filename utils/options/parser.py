@@ -220,9 +220,8 @@ class ShowHelp(argparse.Action):
             for action in flags:
                 if action.dest not in (*values, "help", "config"):
                     action.help = argparse.SUPPRESS
-            parser.epilog = f"{parser.prog} --help all explains all {len(flags)} flags" + " and the presets" * bool(
-                parser.epilog
-            )
+            presets = " and the presets" if parser.epilog else ""
+            parser.epilog = f"{parser.prog} --help all explains all {len(flags)} flags{presets}"
         parser.print_help()
         parser.exit()
 

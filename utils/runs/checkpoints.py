@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from utils.core.distributed import agree, from_main_process, on_main_process
+from utils.core.distributed import agree, made_on_main_process, on_main_process
 from utils.core.errors import UserError
 from utils.core.files import sync
 from utils.optim.ema import EMA
@@ -181,20 +181,17 @@ def resume(
     """
     if not wanted:
         return None, []
-    found: tuple[Path | None, list[str]] = (None, [])
 
-    def find() -> None:
-        nonlocal found
+    def find() -> tuple[Path | None, list[str]]:
         path, notes = find_checkpoint(output_dir, wanted)
         if path is not None:
             unfit = misfit(accelerator.unwrap_model(accelerator._models[0]), path)
             of_the_run = RunFolder(path.parent)
             saved = as_spelled_now(read_state(path).options, state.options, of_the_run.record(), of_the_run.path)
             notes += check_options(saved, state.options, allowed_changes, unfit)
-        found = path, notes
+        return path, notes
 
-    on_main_process(accelerator, "reading the checkpoint", find)
-    checkpoint, notes = from_main_process(found)
+    checkpoint, notes = made_on_main_process(accelerator, "reading the checkpoint", find)
     if checkpoint is None:
         return None, [*notes, f"no checkpoint in {output_dir} yet: starting a new run"]
     saved = read_state(checkpoint)

@@ -5,7 +5,7 @@ import json
 import time
 from pathlib import Path
 
-from utils.core.files import whole_file
+from utils.core.files import write_json
 
 RESULTS = Path("evaluation") / "results"  # in the folder of a run; each file is one that evaluate.py --compare reads
 # Of a result, what does not make it another evaluation: what came out, how things are called, and which state it was.
@@ -34,8 +34,7 @@ def write_evaluation(run: Path, state: str, step: int | None, result: dict) -> N
     name = hashlib.sha256(f"{state} {settings_of(result)}".encode()).hexdigest()[:16]
     folder = run / RESULTS
     folder.mkdir(parents=True, exist_ok=True)
-    with whole_file(folder / f"{name}.json", shared=True) as draft:
-        draft.write_text(json.dumps({"results": [result | about]}, indent=2) + "\n")
+    write_json(folder / f"{name}.json", {"results": [result | about]}, shared=True)
 
 
 def read_evaluations(run: Path) -> list[dict]:

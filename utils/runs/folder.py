@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import json
 import os
 import platform
 import shlex
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.core.entrypoint import at_end
 from utils.core.errors import UserError
-from utils.core.files import make_folder, whole_file
+from utils.core.files import make_folder, read_json, write_json
 from utils.core.versions import git_commit, library_versions
 from utils.options.config_file import HIDDEN
 from utils.options.flags import RunOptions
@@ -116,11 +115,8 @@ class RunFolder:
 
     def record(self) -> dict[str, Any]:
         """Returns the content of options.json, with "options"; empty where there is none, or it is damaged."""
-        with contextlib.suppress(OSError, ValueError):
-            content = json.loads((self.path / OPTIONS).read_text())
-            if isinstance(content, dict) and isinstance(content.get("options"), dict):
-                return content
-        return {}
+        content = read_json(self.path / OPTIONS)
+        return content if isinstance(content.get("options"), dict) else {}
 
     def _remove_if_empty(self) -> None:
         """Leaves nothing of a start that came to nothing, such as a mistyped command."""
@@ -177,14 +173,12 @@ class RunFolder:
             "python": platform.python_version(),
             "earlier_starts": [],
         }
-        with contextlib.suppress(OSError, ValueError):  # not there, or not JSON any more
-            earlier = json.loads(path.read_text())
+        if earlier := read_json(path):
             record["earlier_starts"] = [
                 *earlier.get("earlier_starts", []),
                 {k: earlier.get(k) for k in ("command", "started", "git_commit", "versions")},
             ]
-        with whole_file(path) as draft:
-            draft.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(path, record)
 
     def release(self, exit_status: int) -> None:
         """Records how the run ended, since launchers return 1 whatever their processes return, and lets others in."""

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
 
 from utils.core.distributed import agree, together
 from utils.core.errors import UserError, one_line, out_of_memory
@@ -163,7 +164,7 @@ def _largest_error(
     layers: dict[str, list[str]] = {}
     for name in expected:
         layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
-    sizes = {layer: _norm([expected[name] for name in names]) for layer, names in layers.items()}
+    sizes = {layer: get_total_norm([expected[name] for name in names]).item() for layer, names in layers.items()}
     sizes = {layer: size for layer, size in sizes.items() if math.isfinite(size)}  # else there is nothing to compare with
     largest: dict[str, float] = {}
     for layer, size in sizes.items():
@@ -171,11 +172,7 @@ def _largest_error(
         largest[module] = max(size, largest.get(module, 0.0))
     errors = {}
     for layer, size in sizes.items():
-        difference = _norm([expected[name] - found.get(name, 0.0) for name in layers[layer]])
+        difference = get_total_norm([expected[name] - found.get(name, 0.0) for name in layers[layer]]).item()
         errors[layer] = difference / max(size, smallest * largest[layer.rpartition(".")[0]], 1e-30)
     worst = max(errors, key=lambda layer: math.inf if math.isnan(errors[layer]) else errors[layer], default=None)
     return 0.0 if worst is None else errors[worst], worst
-
-
-def _norm(tensors: list[torch.Tensor]) -> float:
-    return torch.stack([tensor.norm() for tensor in tensors]).norm().item()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import DDPMScheduler
 
 from steady_doctor.data.declared import DeclaredData, DeclaredImages, DeclaredLatents, Source, sides_of
 from steady_doctor.declare.declaration import Declaration, Optimizer
@@ -55,8 +56,6 @@ def process_of(options: RunOptions, facts: dict[str, Any]) -> DDPM | EDM2 | Flow
     assert isinstance(options, DDPMOptions)  # noqa: S101
     if options.objective == "flow":
         return Flow(options.prediction_type, options.P_mean, options.P_std)
-    from diffusers import DDPMScheduler  # here, as it takes seconds
-
     settings: dict[str, Any] = {"beta_schedule": options.ddpm_beta_schedule}
     settings["rescale_betas_zero_snr"] = options.rescale_betas_zero_snr
     began_with = facts.get("pretrained.scheduler", {})

@@ -21,13 +21,8 @@ def free_memory(device: torch.device, local_processes: int = 1) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min([psutil.virtual_memory().available, *_left_in_cgroups()]) // local_processes
-
-
-def _left_in_cgroups() -> list[int]:
-    """Bytes that each control group with a limit has left, of those that this process is in and sees."""
     left = [_left(group, *(V1 if version == 1 else V2)) for version, group in own_groups("memory")]
-    return [size for size in left if size is not None]
+    return min([psutil.virtual_memory().available, *(size for size in left if size is not None)]) // local_processes
 
 
 def _left(group: Path, limit: str, usage: str, cache: str) -> int | None:

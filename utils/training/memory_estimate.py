@@ -79,6 +79,7 @@ def estimate_memory(
         live.restart()
         activations = step.run(micro_batch_size, 1 + accumulates)
 
+    states = (value for state in step.optimizer.state.values() for value in state.values())
     workspace = live.largest + (CUBLAS_WORKSPACE if device.type == "cuda" else 0)
     return MemoryEstimate(
         micro_batch_size=micro_batch_size,
@@ -86,7 +87,7 @@ def estimate_memory(
         buffers=storage_bytes(step.network.buffers()),
         gradients=sum(p.numel() * p.element_size() for p in step.parameters),
         buckets=storage_bytes(step.buckets.values()),
-        optimizer=storage_bytes(value for value in step.optimizer_state() if isinstance(value, torch.Tensor)),
+        optimizer=storage_bytes(value for value in states if isinstance(value, torch.Tensor)),
         ema=storage_bytes(tensor for average in step.averages for tensor in average.shadow.values()),
         activations=activations,
         workspace=workspace,
@@ -110,9 +111,6 @@ class TrialStep:
         self.optimizer.step()  # makes its state, so that what follows is like every update but the first
         self.optimizer.zero_grad()
         self.buckets = {p: torch.zeros_like(p) for p in self.parameters} if parts.distributed else {}
-
-    def optimizer_state(self) -> Iterator:
-        return (value for state in self.optimizer.state.values() for value in state.values())
 
     def run(self, micro_batch_size: int, micro_steps: int) -> int:
         """Makes one update as in training. Returns the bytes that one forward pass left for its backward pass."""

@@ -1,7 +1,6 @@
 """Whether a training fits its device, and how to make it fit: predicted first, then tried out."""
 
 import gc
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from utils.core.bars import Bar
 from utils.core.distributed import from_all, from_main_process, local_processes, on_main_process
 from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
+from utils.core.files import read_json
 from utils.data.autoencoder import Autoencoder
 from utils.options.flags import RunOptions
 from utils.training.arithmetic import Arithmetic, peak_tflops
@@ -284,9 +284,6 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
 
 def recorded_split(output_dir: Path | None, global_batch_size: int, num_processes: int) -> int | None:
     """Returns the micro batch of the run in `output_dir`, if that had as many processes and as large an update; else None."""
-    try:
-        resolved = json.loads((output_dir / "options.json").read_text())["resolved"] if output_dir else {}
-    except (OSError, ValueError, KeyError):  # no run yet
-        return None
+    resolved = read_json(output_dir / "options.json").get("resolved", {}) if output_dir else {}
     same = (resolved.get("global_batch_size"), resolved.get("num_processes")) == (global_batch_size, num_processes)
     return resolved.get("micro_batch_size") if same else None

@@ -174,21 +174,20 @@ class Monitor:
         if accelerator.scaler is not None:
             scale = accelerator.scaler._scale  # None before its first update; get_scale() would wait a second time
             figures |= {"train/loss_scale": accelerator.scaler.get_scale() if scale is None else scale}
-        on_device = {name: value for name, value in figures.items() if isinstance(value, torch.Tensor)}
         self._hang.now("collectives")
-        parts = [self._statistics.sums(accelerator), self._bad_updates.counts(), self._dynamics.measured()]
-        parts += [self.ledger.measure()] if self.ledger.due else []
-        sums, counts, measured, *others = read_together([*parts, *on_device.values()])
+        tensors = {"sums": self._statistics.sums(accelerator), "counts": self._bad_updates.counts()}
+        tensors |= {"dynamics": self._dynamics.measured()} | ({"ledger": self.ledger.measure()} if self.ledger.due else {})
+        tensors |= {name: value for name, value in figures.items() if isinstance(value, torch.Tensor)}
+        read = dict(zip(tensors, read_together(list(tensors.values()))))
         self._hang.now(None)
-        values = others[self.ledger.due :]
-        figures = figures | {name: value for name, (value,) in zip(on_device, values)}
-        report: dict[str, Any] = self._statistics.report(sums) | self._bad_updates.report(counts)
+        figures |= {name: read[name][0] for name in figures if name in read}
+        report: dict[str, Any] = self._statistics.report(read["sums"]) | self._bad_updates.report(read["counts"])
         report |= self._stopwatch.report(step, global_batch_size) | self._bad_images.update() | figures
         if self._arithmetic is not None:
             report |= self._arithmetic.figures(report["perf/images_per_second"])
         report["train/samples_seen"] = step * global_batch_size
         report["perf/peak_memory_gib"] = peak_memory_gib(accelerator.device)
-        seen, layers = self._dynamics.report(measured)
+        seen, layers = self._dynamics.report(read["dynamics"])
         report |= seen
         times = self._rank_times.report()
         report |= {} if times is None else times.figures()
@@ -202,21 +201,21 @@ class Monitor:
             what = "the report on a skipped update"
             run.attempts.make(what, self._nan_reports.write, self._bad_updates.first, step, report["train/lr"])
         if self.ledger.due:
-            self.ledger.write(others[0])
+            self.ledger.write(read["ledger"])
         return self._judge(critical)
 
     def _judge(self, critical: bool) -> int:
-        run, exit_status = self._run, 0
+        run, must_end = self._run, self.ledger.parted
         if self._bad_updates.row >= run.options.max_bad_steps:
             run.print_line(
                 f"stopped: the last {self._bad_updates.row} updates in a row had a loss or gradient that is not finite; "
                 f"weights and EMA are those before them. See nan_report/ and {advice(run.accelerator.mixed_precision)}"
             )
-            exit_status = EXIT_DIVERGED
+            must_end = True
         if run.options.stop_on == "critical" and from_main_process(critical):
             run.print_line("stopped: a critical finding, see diagnosis.json (--stop_on critical)")
-            exit_status = EXIT_DIVERGED
-        return exit_status if not self.ledger.parted else EXIT_DIVERGED
+            must_end = True
+        return EXIT_DIVERGED if must_end else 0
 
     def store(self) -> None:
         """Notes in the state what a resumed run counts on from."""

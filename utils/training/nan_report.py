@@ -1,6 +1,5 @@
 """What was wrong with an update that was skipped because its loss or gradient is not finite: which sample, module, weights."""
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,11 +9,12 @@ from safetensors.torch import save
 from torch import nn
 
 from utils.core.distributed import objects_from_all, on_main_process
-from utils.core.files import whole_file
+from utils.core.files import whole_file, write_json
 from utils.core.images import make_grid, save_png
 from utils.data.autoencoder import Autoencoder
 from utils.diffusion.sampling import to_uint8
 from utils.optim.nonfinite import BadUpdate, advice
+from utils.runs.history import to_json
 from utils.training.run import Run
 
 MAX_REPORTS = 5  # per start of a run: the first ones tell, and a disk is not filled with the rest
@@ -88,9 +88,7 @@ class NanReports:
         except Exception as error:  # on this rank alone: the others wait in the gathers below
             problem = f"its report is not complete ({type(error).__name__}: {str(error)[:200]})"
         finally:
-            for buffer, before in zip(
-                self._network.buffers(), buffers
-            ):  # spectral normalization moves its own in a forward pass
+            for buffer, before in zip(self._network.buffers(), buffers):  # spectral normalization moves its own
                 buffer.copy_(before)
         samples, replays, problems = (objects_from_all(own) for own in (samples, [replay], [problem]))
         blamed = next((r["first_bad_module"] for r in replays if r["first_bad_module"]), None)
@@ -111,8 +109,7 @@ class NanReports:
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            with whole_file(folder / "report.json") as draft:
-                draft.write_text(json.dumps(report, indent=2))
+            write_json(folder / "report.json", report)
 
         on_main_process(run.accelerator, "writing nan_report", write)
         where = next(filter(None, problems), None) or folder.relative_to(run.output_dir)
@@ -144,8 +141,8 @@ class NanReports:
                 "dataset_row": rows.tolist(),
                 objective.level.removesuffix("s"): batch[objective.level].tolist(),
                 "rank": [rank] * size,
-                "loss": [_number(loss) for loss in losses.tolist()],
-                "loss_again": [_number(loss) for loss in again.tolist()],
+                "loss": to_json(losses.tolist()),
+                "loss_again": to_json(again.tolist()),
                 "image_finite": torch.isfinite(batch["clean_images"]).flatten(1).all(1).tolist(),
             }
             samples += [dict(zip(columns, row)) for row in zip(*columns.values())]
@@ -179,7 +176,3 @@ def _write_batch(folder: Path, rank: int, tensors: dict[str, torch.Tensor], auto
         draft.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
     images = tensors["clean_images"] if autoencoder is None else autoencoder.decode(tensors["clean_images"])
     save_png(make_grid(to_uint8(images)), folder / f"rank{rank}.png")
-
-
-def _number(value: float) -> float | str:
-    return value if -float("inf") < value < float("inf") else str(value)  # JSON has no NaN

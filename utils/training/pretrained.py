@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from diffusers import ModelMixin
 
-from utils.core.distributed import from_main_process, main_process_first, on_main_process
+from utils.core.distributed import made_on_main_process, main_process_first
 from utils.core.errors import UserError, in_full
 from utils.core.size import Size
 from utils.data.autoencoder import Autoencoder
@@ -112,13 +112,8 @@ def checkpoint_to_resume(options: RunOptions, accelerator: Accelerator) -> Path 
     """The checkpoint that --resume_from_checkpoint names, on every process; None where there is none."""
     if not options.resume_from_checkpoint:
         return None
-    found: list[Path | None] = []
-
-    def find() -> None:
-        found.append(find_checkpoint(Path(options.output_dir), str(options.resume_from_checkpoint))[0])
-
-    on_main_process(accelerator, "reading the checkpoint", find)
-    return from_main_process(found)[0]
+    asked = Path(options.output_dir), options.resume_from_checkpoint
+    return made_on_main_process(accelerator, "reading the checkpoint", find_checkpoint, *asked)[0]
 
 
 def _take_over(options: DDPMOptions | EDM2Options, start: Pretrained) -> None:

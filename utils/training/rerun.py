@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
@@ -198,14 +199,9 @@ class Rerun:
         losses = [loss.detach() for loss in losses]
         found = torch.stack([digest(losses), digest(joined(gradients))])
         # Losses have either sign where their uncertainty is learned, and a sum near 0.
-        sizes = torch.stack([_norm(losses), _norm(gradients)])
+        sizes = torch.stack([get_total_norm(losses), get_total_norm(gradients)])
         model.zero_grad()
         return found, sizes
-
-
-def _norm(tensors: list[Tensor]) -> Tensor:
-    """float32, of all of them as one."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)).float())
 
 
 def compare_neighbors(bits: list, sizes: list, exact: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch.optim import Optimizer
 
 from utils.core.bars import Bar
-from utils.core.distributed import from_main_process, make_accelerator, on_main_process, waited_for
+from utils.core.distributed import made_on_main_process, make_accelerator, on_main_process, waited_for
 from utils.core.errors import UserError
 from utils.core.launcher import check_accumulation
 from utils.core.signals import StopSignal, leave_on_signal
@@ -113,9 +113,7 @@ def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder | N
     """
     global_batch_size = accelerator.num_processes * options.micro_batch_size * options.gradient_accumulation_steps
     launched = {"global_batch_size": global_batch_size, "mixed_precision": accelerator.mixed_precision}
-    found: list[Start] = []
-    on_main_process(accelerator, "looking at the folder", lambda: found.append(start_of(options, launched)))
-    [start] = from_main_process(found)
+    start = made_on_main_process(accelerator, "looking at the folder", start_of, options, launched)
     if start is Start.DONE:
         if options.push_to_hub:
             raise UserError(f"{done_line(options)}\npush it with --output_dir {options.output_dir} --push_to_hub alone")
@@ -187,9 +185,7 @@ def begin_run(
     if epsilon != asked_epsilon:
         notes.append(f"the optimizer keeps the checkpoint's epsilon, {epsilon:.3g}; a new run would use {asked_epsilon:.3g}")
     facts = {
-        "max_train_steps": length.max_train_steps,
-        "updates_per_epoch": length.updates_per_epoch,
-        "global_batch_size": length.global_batch_size,
+        **length._asdict(),
         "micro_batch_size": options.train_batch_size,
         "gradient_accumulation_steps": options.gradient_accumulation_steps,
         "num_processes": accelerator.num_processes,

@@ -1,7 +1,6 @@
 """Where figures and pictures go: the trackers of Accelerate, started before a run has a folder where they need none."""
 
 import contextlib
-import json
 import os
 import re
 import time
@@ -17,7 +16,7 @@ from PIL import Image
 
 from utils.core.distributed import waited_for
 from utils.core.errors import UserError, one_line
-from utils.core.files import whole_file
+from utils.core.files import read_json, write_json
 from utils.options.flags import RunOptions
 from utils.runs.checkpoint_files import find_checkpoint, list_checkpoints
 from utils.runs.folder import TRACKED
@@ -91,12 +90,8 @@ def _earlier(options: RunOptions, tell: Callable[[str], None] = lambda line: Non
     checkpoints = list_checkpoints(folder)
     if not asked or not checkpoints:
         return {}
-    try:
-        content = json.loads((folder / TRACKED).read_text())
-    except (OSError, ValueError):  # there was no such tracker, or the file is damaged
-        return {}
-    known = content.items() if isinstance(content, dict) else ()
-    runs = {name: run for name, run in known if name in CONTINUE and isinstance(run, str)}
+    content = read_json(folder / TRACKED)
+    runs = {name: run for name, run in content.items() if name in CONTINUE and isinstance(run, str)}
     if not runs:
         return {}
     here = str(folder.resolve())
@@ -143,9 +138,8 @@ class Trackers:
             with contextlib.suppress(Exception):  # another version of the tracker
                 runs[tracker.name] = IDENTITY[tracker.name](tracker)
         if runs:
-            with contextlib.suppress(OSError), whole_file(folder / TRACKED) as draft:
-                known = self._continued | runs | {FOLDER: str(folder.resolve())}
-                draft.write_text(json.dumps(known, indent=2) + "\n")
+            with contextlib.suppress(OSError):
+                write_json(folder / TRACKED, self._continued | runs | {FOLDER: str(folder.resolve())})
         self._continued = {name: run for name, run in runs.items() if self._continued.get(name) == run}
 
     def describe(self, settings: dict[str, Any]) -> None:

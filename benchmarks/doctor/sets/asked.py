@@ -150,7 +150,7 @@ def record_of(case: Case) -> tuple[dict, dict, dict]:
     resolved |= {"classes": images["classes"]}
     data = {"images": images["images"], "min": -1.0, "max": 1.0, "sizes": {"shorter_side_median": images["shorter_side"]}}
     data |= {"mean": [images["mean"]] * options.image_channels, "std": [images["std"]] * options.image_channels}
-    schedule = {"schedule": describe_schedule(scheduler_of(options))} if ours else {}
+    schedule = {"schedule": describe_schedule(scheduler_of(vars(options)))} if ours else {}
     return vars(options), resolved, {"step": 0, "data": data} | schedule
 
 

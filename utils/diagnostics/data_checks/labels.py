@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch.nn.functional import adaptive_avg_pool2d
 
+from utils.data.augmentation import averaged_down
 from utils.diagnostics.data_checks.recognition import Contradictions, blended, contradictions, describe, held_out_scores
 from utils.diagnostics.data_checks.sample import Sample, Seen, compared
 
@@ -16,7 +16,7 @@ EXPECTED = 0.02  # of the labels: data sets that are used everywhere have 0.5 to
 def _thumbnails(images: np.ndarray) -> torch.Tensor:
     """float32 [N, D], of 16x16 pixels at most."""
     pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).float()
-    return adaptive_avg_pool2d(pixels, (min(pixels.shape[-2], 16), min(pixels.shape[-1], 16))).flatten(1)
+    return averaged_down(pixels, 16).flatten(1)
 
 
 def contradicted(sample: Sample) -> Iterator[Seen]:

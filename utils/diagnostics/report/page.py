@@ -114,9 +114,5 @@ def flatten(values: dict, prefix: str = "") -> dict:
     return flat
 
 
-def _anchor(title: str) -> str:
-    return title.lower().replace(" ", "-")
-
-
 TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-TEMPLATES.filters |= {"prose": prose, "number": number, "cell": cell, "anchor": _anchor}
+TEMPLATES.filters |= {"prose": prose, "number": number, "cell": cell, "anchor": lambda title: title.lower().replace(" ", "-")}

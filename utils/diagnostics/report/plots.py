@@ -188,6 +188,7 @@ def plot(
         paths += [{"kind": f"dots {kind}", "d": dots}] if dots else []
         paths += [{"kind": f"line {kind}{dense}", "label": label, "d": line}] if line else []
         legend.append({"kind": kind, "label": curve.label, "value": number(float(curve.values[-1]))})
+    levels = [_tick("tick y", "top", 1 - float(axis.position(value)), text) for value, text in axis.ticks()]
     marked, explained = _outside(lines, axis, time_axis)
     return part(
         "plot",
@@ -200,7 +201,7 @@ def plot(
         axis=axis,
         time_axis=time_axis,
         paths=paths,
-        ticks=_value_ticks(axis) + _time_ticks(time_axis, None if last > first else first) + marked,
+        ticks=levels + _time_ticks(time_axis, None if last > first else first) + marked,
     )
 
 
@@ -239,10 +240,6 @@ def _grid(axis: Axis) -> str:
 
 def _tick(kind: str, side: str, position: float, text: str) -> dict[str, str]:
     return {"tag": "span", "kind": kind, "side": side, "place": f"{100 * position:.2f}", "text": text}
-
-
-def _value_ticks(axis: Axis) -> list[dict[str, str]]:
-    return [_tick("tick y", "top", 1 - float(axis.position(value)), text) for value, text in axis.ticks()]
 
 
 def _time_ticks(time_axis: Axis, only: float | None = None) -> list[dict[str, str]]:

@@ -22,7 +22,7 @@ def slow_rank(record: RunRecord) -> Found:
     yield "slow-rank"
     own = [[compute + data for compute, data in zip(times["compute"], times["data"])] for _, times in seen[-REPORTS:]]
     rank, times_seen = Counter(max(range(len(each)), key=each.__getitem__) for each in own).most_common(1)[0]
-    spread = median(_excess(each, rank) for each in own)
+    spread = median(each[rank] / max(_others(each, rank), 1e-9) for each in own)
     # Ranks that share a busy machine are slow in turn, and seldom by so much; one with half the speed always is.
     if spread < 1.4 or times_seen < 0.75 * len(own):
         return
@@ -54,10 +54,6 @@ def device_errs(record: RunRecord) -> Found:
         step, each = apart[0]
         what = f"first in {STAGES[each['stage']]} of update {step}; {len(apart)} of {len(made)} updates that were looked at"
         yield Finding("update-not-repeatable", "info", what, step)
-
-
-def _excess(times: list[float], rank: int) -> float:
-    return times[rank] / max(_others(times, rank), 1e-9)
 
 
 def _others(times: list[float], rank: int) -> float:
