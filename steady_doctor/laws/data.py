@@ -47,7 +47,7 @@ def range_(seen: Seen) -> Iterator[Found]:
         yield Found("data-bytes", update, figures)
     elif max(high, -low) > FAR * 2 and not all(_is_standard(clean) for _, _, clean in looks):
         yield Found("data-range", update, figures)
-    elif high - low < NARROW and sum(clean.shape[0] for _, _, clean in looks) > 4:
+    elif high - low < NARROW and (path is None or not path.single) and sum(clean.shape[0] for _, _, clean in looks) > 4:
         yield Found("data-nearly-one", update, figures | {"std": spread})
     elif low >= -1e-3 and 0.5 < high <= 1 + 1e-3 and is_known:
         yield Found("data-unsigned", update, figures)

@@ -83,7 +83,8 @@ def _independent(mixture: Mixed) -> int:
 
 def unit(seen: Seen) -> Iterator[Found]:
     """A spread of 1, where the shares are on a path that tells how strong the noise should be."""
-    for update, one in seen.mixed():
+    path = levels(seen)
+    for update, one in seen.mixed() if path is not None and not path.single else ():
         noise, count = one.mixture.noise, _independent(one.mixture)
         close = ERRORS * (0.5 / count) ** 0.5 + ROUNDED if count else 0.0
         is_asked = any(abs(noise.std / number - 1) < close for number in seen.asked_numbers if number > 0)

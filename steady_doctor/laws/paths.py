@@ -10,6 +10,7 @@ from steady_doctor.seen import Seen
 CLOSE = 2e-3  # of the larger share; half precision rounds to 4e-3
 MOST_LEFT = 0.2  # of the noise, at the images' end of a line
 LEAST = 4  # samples, before a path is told
+SAME = 1e-3  # of the largest share
 
 
 @dataclass
@@ -24,6 +25,12 @@ class Levels:
     b: Tensor
     kind: str
     scale: float = 1.0  # edm: sigma_data; flow: 1 less the noise that is left at the images' end
+
+    @property
+    def single(self) -> bool:
+        """One level in all that was seen, as where a distribution is smoothed, or one step is distilled: no path tells what the
+        shares of image and noise should be."""
+        return all(float(x.max() - x.min()) <= SAME * float(x.abs().max()) for x in (self.a, self.b))
 
     @property
     def sigma(self) -> Tensor:

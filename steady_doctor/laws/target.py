@@ -7,7 +7,7 @@ from torch import Tensor
 
 from steady_doctor.found import Found
 from steady_doctor.identify.step import Pass
-from steady_doctor.laws.paths import levels
+from steady_doctor.laws.paths import Levels, levels
 from steady_doctor.seen import Seen
 
 REST = 2e-2  # of the target, that is neither of this image nor of this noise
@@ -27,11 +27,12 @@ class Asks:
         self.a, self.b = gathered("mixture", "a"), gathered("mixture", "b")
         self.p, self.q, self.rest = (gathered("target", name) for name in ("p", "q", "rest"))
         self.kind = kind
+        self.single = Levels(self.a, self.b, kind).single
         self.has_table = any(one.mixture.index is not None for one in passes)
         self.skips = any(one.target.skips for one in passes)
         self.fits = [name for name, pair in self._known(scale).items() if self._is(*pair)]
         slopes = [one.target.slope for one in passes]
-        self.scaled = not self.fits and None not in slopes
+        self.scaled = not self.fits and not self.skips and None not in slopes  # a known preconditioning has its own scale
         if self.scaled:
             self._divided(torch.cat([slope[one.target.seen] for slope, one in zip(slopes, passes)]).sqrt(), scale)
 
@@ -100,7 +101,7 @@ def known(seen: Seen) -> Iterator[Found]:
     update, found = asked
     if float(found.rest.max()) > REST:
         yield Found("target-other", update, {"rest": float(found.rest.max())})
-    elif not found.fits and found.kind:
+    elif not found.fits and found.kind and not found.single:
         pairs = [(round(float(p), 3), round(float(q), 3)) for p, q in list(zip(found.p, found.q))[:4]]
         yield Found("target-path", update, {"pairs": pairs, "path": found.kind})
         if float((found.p.abs() - 1).abs().max()) < CLOSE and float((found.p + found.q).abs().max()) < CLOSE:

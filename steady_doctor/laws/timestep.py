@@ -104,7 +104,9 @@ def _line(x: Tensor, y: Tensor) -> tuple[float, float] | None:
 def alone(seen: Seen) -> Iterator[Found]:
     """Each image has a level of its own."""
     known = [(update, mixture) for update, mixture in _known(seen) if mixture.size > 1]
-    if len(known) > 1 and all(float(mixture.b.max() - mixture.b.min()) < 1e-7 for _, mixture in known):
+    path = levels(seen)
+    is_meant = path is not None and path.single and all(mixture.index is None for _, mixture in known)
+    if not is_meant and len(known) > 1 and all(float(mixture.b.max() - mixture.b.min()) < 1e-7 for _, mixture in known):
         yield Found("timestep-shared", known[0][0], {"size": known[0][1].size})
 
 

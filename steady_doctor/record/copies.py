@@ -97,7 +97,11 @@ class Copies:
         ways = Samples(self._parameters).rows - self._starts
         is_other = ways.norm(dim=1) > 10 * CHANGED * self._starts.norm(dim=1)
         self.changed = set(torch.nonzero(is_other).flatten().tolist())
-        for copy, tensor in self._see(ways):
+        tensors = self._see(ways)
+        for copy, tensor in zip(self.all, tensors):
+            copy.alive = tensor is not None
+            if tensor is None:
+                continue
             source = tape.origin(tensor)
             copy.in_losses += source is not None and source.index in loss
             copy.looks += 1
@@ -109,15 +113,15 @@ class Copies:
         """When the script is over: an average of the last part of the training has moved since the last recorded update."""
         self._see(Samples(self._parameters).rows - self._starts)
 
-    def _see(self, ways: Tensor) -> list[tuple[Copy, Tensor]]:
-        """Notes which copies have moved, `ways` [P, SAMPLED] being those of the weights. Returns those that are still there."""
+    def _see(self, ways: Tensor) -> list[Tensor | None]:
+        """Notes which copies have moved, `ways` [P, SAMPLED] being those of the weights. Returns the copies; None: gone."""
         tensors = [copy.tensor() for copy in self.all]
         for copy, tensor, now in zip(self.all, tensors, Samples(tensors).rows):
-            copy.alive = tensor is not None
             gone, way = now - copy.start, ways[copy.parameter]
             far = float(gone.norm()) > CHANGED * float(copy.start.norm())
-            copy.moved |= copy.alive and (far or float(gone @ way) > SAME_WAY * float(gone.norm() * way.norm()) > 0)
-        return [(copy, tensor) for copy, tensor in zip(self.all, tensors) if tensor is not None]
+            is_on_the_way = float(gone @ way) > SAME_WAY * float(gone.norm() * way.norm()) > 0
+            copy.moved |= tensor is not None and (far or is_on_the_way)
+        return tensors
 
     def of(self, which: Iterable[Copy]) -> set[int]:
         return {copy.parameter for copy in which}

@@ -52,6 +52,7 @@ TAUGHT = (
     "with torch.no_grad(): taught = a.sqrt() * x_t - (1 - a).sqrt() * ema(x_t, t, told)\n"
     "image = (x_t - (1 - a).sqrt() * model(x_t, t, told)) / a.sqrt()\nloss = (a / (1 - a) * (image - taught) ** 2).mean()"
 )
+DRAWN_BY_LOSS = "t = torch.multinomial(seen / seen.sum(), len(x0), replacement=True)"
 NUMPY_TIMES = (TIMES, "import numpy\nnumbers = numpy.random.randint(0, T, len(x0))\nt = torch.from_numpy(numbers)")
 HALF_TIME = (TIME, "told = self.time((t.float() / T).bfloat16()[:, None].float())")
 HOLE = "hole = (torch.arange(8) < 4).float()\n"
@@ -199,7 +200,7 @@ PLAIN_DDPM = [
         ),
         updates=22,
     ),
-    row("network|condition|gradient", BUILT, "self.spare = nn.Conv2d(3, 3, 1)\nself.classes =", updates=22),
+    row("gradient", BUILT, "self.spare = nn.Conv2d(3, 3, 1)\nself.classes =", FIRST, "self.spare(x)\n" + FIRST, updates=22),
     # ---- target
     row("target", *loss("F.mse_loss(out, torch.randn_like(noise))")),
     row("target", *loss("F.mse_loss(out, noise.roll(1, 0))")),
@@ -468,6 +469,11 @@ PLAIN_DDPM = [
     row("", WARM_UP, WARM_UP.replace("/ 4", "/ 20"), updates=22),
     row("", *weighed("snr.clamp(max=5) / snr / (snr.clamp(max=5) / snr).mean()")),
     row("", *NUMPY_TIMES),
+    row("", BUILT, "self.spare = nn.Conv2d(3, 3, 1)\nself.classes =", updates=22),  # a head that is switched off
+    row("", COPY, COPY + "\nseen = torch.ones(T)", TIMES, DRAWN_BY_LOSS, END, "seen[t] = loss.item()\n" + END, updates=22),
+    row("", AVERAGE, "average.lerp_(weight, 0.5) if step > 24 else None", updates=30),
+    row("", *loss("F.mse_loss(out / (0.1 + t[:, None, None, None] / T), noise)")),
+    row("timestep", TIMES, "t = torch.full((len(x0),), 300)", updates=22),
     row("", *NUMPY_TIMES, CALL, "model(x_t, torch.from_numpy(numbers / 2), told)"),
     row("", LOSS, SNR + "loss = ((model(x_t, t, told) - noise).abs().mean((1, 2, 3)) * snr.clamp(max=5) / snr).mean()"),
     row("", *loss("((out - noise).square() * torch.rand_like(noise)).mean()")),
