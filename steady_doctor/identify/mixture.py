@@ -59,7 +59,7 @@ class Mixture:
     index: Tensor | None = None  # [B]: the row of a table that the shares come from
     table: Tensor | None = None  # [3, rows looked at]: row, a, b
     growth: Tensor | None = None  # [B]: of the logarithm of (a / b)^2, with a level that is drawn as a number of its own
-    told_within: bool = False  # the network gets the level in one value with the mixture, as a row of embeddings
+    told_within: bool = False  # the network may get the level in one value with the mixture, or in numbers from elsewhere
     behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
     given: Op | None = None  # what the network gets: the mixture itself, or what was made of it
 
@@ -345,7 +345,7 @@ def _picking(tape: Tape, mixture: Mixture) -> Iterator[Op]:
         if op.name in PICKS and op.reads and not op.reads[0][1].content:
             which = 0
             for _, last in op.reads[1:]:
-                which |= last.choice | (0 if last.floating else last.content)
+                which |= last.choice | (last.content if numel(op) <= mixture.size and not last.floating else 0)
             yield from (
                 source
                 for source in tape.sources(which)
@@ -367,10 +367,7 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     of_each: set[Op] = set()  # those of which the last number is one for each sample
     rounded: dict[Op, bool] = {}
     for each in _beside(mixture, given):
-        if any(each.value is value for value, _ in found):
-            continue
-        levels |= _made_with_them(tape, mixture, each.value) if not each.value.made_of & levels else 0
-        if not each.value.made_of & levels:
+        if not each.value.made_of & levels or any(each.value is value for value, _ in found):
             continue
         way = [op for op in tape.upstream(each.value) if op.made_of & levels]
         narrow = [op for op in _passed_by_all(way) if numel(op) in (1, mixture.size)]
@@ -379,9 +376,13 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
         rounded[each.value] = any(op.dtype in (torch.float16, torch.bfloat16) for op in narrow)
         found.append((each.value, tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)))
     if not found:
-        mixed = [each.value for each in given if each.value.content & mixture.noise.content]
-        beside = {op for value in mixed for op in tape.upstream(value, [mixture.input])}
-        mixture.told_within = any(level in beside for level in mixture.levels)
+        noised = [op for op in tape.upstream(mixture.input) if op.content & mixture.noise.content]
+        mixed = [each.value for each in given if each.value.content & mixture.noise.content and each.value not in noised]
+        within = {op for value in mixed for op in tape.upstream(value, noised)}
+        beside = {op for each in _beside(mixture, given) for op in tape.sources(each.value.made_of)}
+        mixture.told_within = any(level in within for level in mixture.levels) or any(
+            op.kind == "outside" and op.floating and numel(op) == mixture.size > 1 for op in beside
+        )
         return
     # A network that is told two times, as those that go from one to the other, is told the level by one of them.
     follow = ((value, told) for value, told in found if told and _follows(told[0], mixture, value in of_each))
@@ -391,14 +392,6 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
         mixture.embedding = tape.value(value)
 
 
-def _made_with_them(tape: Tape, mixture: Mixture, value: Op) -> int:
-    """The bits of numbers, one for each sample, that were made outside of torch and are in the order of the levels: they stem
-    from the same draw."""
-    outside = (one for one in tape.sources(value.made_of) if one.kind == "outside")
-    rows = (one for one in outside if numel(one) == mixture.size > 1)
-    return sum(1 << one.index for one in rows if _follows(tape.value(one).double().flatten(), mixture, of_each=False))
-
-
 def _follows(told: Tensor, mixture: Mixture, of_each: bool) -> bool:
     """Whether it is in the order of the noise's share, or in the opposite one.
 
@@ -406,7 +399,7 @@ def _follows(told: Tensor, mixture: Mixture, of_each: bool) -> bool:
     """
     if mixture.a is None:
         return True
-    sigma = mixture.b / mixture.a.clamp(min=1e-12)
+    sigma = (mixture.b / mixture.a.clamp(min=1e-12)).to(told.device)
     steps = told[torch.argsort(sigma)].diff()
     is_same = not bool(steps.any()) and float(sigma.max() - sigma.min()) > LINEAR * float(sigma.abs().max())
     return (of_each or not is_same) and bool((steps >= 0).all() or (steps <= 0).all())
@@ -447,7 +440,7 @@ def _find_table(tape: Tape, mixture: Mixture) -> None:
         except NotRecorded:  # the row after it is picked, too
             return
         a, b = (torch.cat(list(one)) for one in zip(*shares))
-        mixture.table = torch.stack([chosen.double(), a, b])
+        mixture.table = torch.stack([chosen.double().to(a.device), a, b])
         return
 
 
@@ -462,7 +455,7 @@ def _find_growth(tape: Tape, mixture: Mixture) -> None:
     step = NEAR * value.abs().clamp(min=NEAR)
     ends = [_shares_at(tape, mixture, {level: moved}, exact=True) for moved in (value.double() + step, value.double() - step)]
     (a, b), (other_a, other_b) = ends
-    mixture.growth = 2 * (a * other_b / (b * other_a)).abs().log() / (2 * step.double().flatten())
+    mixture.growth = 2 * (a * other_b / (b * other_a)).abs().log() / (2 * step.double().flatten().to(a.device))
 
 
 def _range_of(op: Op, tape: Tape) -> tuple[int, int] | None:

@@ -170,19 +170,19 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
         tuple(source.name for source in mixture.draws),
         Figures.of(tape.value(mixture.noise)),
         Figures.of(mixture.value),
-        mixture.b,
-        mixture.a,
-        mixture.offset,
+        mixture.b.cpu(),
+        _on_host(mixture.a),
+        _on_host(mixture.offset),
         None if mixture.clean_value is None else Figures.of(mixture.clean_value),
         mixture.index_range,
         bool(mixture.levels) and not mixture.told_within,
-        mixture.told,
+        tuple(one.cpu() for one in mixture.told),
         mixture.told_rounded,
-        mixture.index,
-        mixture.table,
+        _on_host(mixture.index),
+        _on_host(mixture.table),
         None if mixture.embedding is None else Figures.of(mixture.embedding),
         mixture.only_noise,
-        mixture.growth,
+        _on_host(mixture.growth),
         mixture.behind_frozen,
         _noised(tape, mixture),
         _changed_by(tape, mixture),
@@ -217,12 +217,17 @@ def _changed_by(tape: Tape, mixture: Mixture) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name not in SHAPES | LINEAR))
 
 
+def _on_host(figures: Tensor | None) -> Tensor | None:
+    return None if figures is None else figures.cpu()
+
+
 def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
-    asked = Asked(target.kind, target.p, target.q, target.rest, target.seen)
+    asked = Asked(target.kind, *(_on_host(one) for one in (target.p, target.q, target.rest, target.seen)))
     asked.skips, asked.noised = target.skips, target.noised
     asked.by_network = any(front.content and front not in target.layers for front in root.fronts)
     if target.slope is not None and not target.by_variance and target.slope.shape[0] == mixture.size:
         slope = target.slope.abs().flatten(1)
+        slope = slope.cpu()
         asked.slope, asked.each = slope.amax(1), slope.shape[1]
         asked.even = float((slope.amin(1) / asked.slope.clamp(min=1e-30)).min())
         asked.by_others = by_others(tape, root, mixture, target)

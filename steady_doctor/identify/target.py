@@ -1,6 +1,6 @@
 """What the network is trained to give: from the loss as a function of the output, as the tape repeats it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,13 +8,14 @@ from torch import Tensor
 
 from steady_doctor.identify.fit import fit
 from steady_doctor.identify.mixture import LINEAR, Mixture, numel
-from steady_doctor.identify.rows import FORMS
+from steady_doctor.identify.rows import FORMS, differ
 from steady_doctor.record.ops import PARAMETERS, Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
 
 COMPARES = {"sub", "rsub", "sub_", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 LEAST_STEP = 0.1  # of the output, above the rounding of what it is compared with; networks begin with outputs of nearly 0
+FEWEST, EXCHANGED = 4, 6  # samples of a batch, and how many of them are tried
 SAME_WEIGHT = 1e-3  # of a weight, which is a quotient of differences
 BESIDE, UNEVEN = 1e-3, 0.1  # of the target's spread; and of the gradient at the output
 QUADRATIC = 1e-2  # by how much the slope of the gradient may change between two steps
@@ -261,7 +262,7 @@ def by_image(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
     """Whether it is the image itself that decides which of its errors count: another image's would."""
     if mixture.clean is None:
         return False
-    slopes = [_slopes(tape, root, target, instead) for instead in ({}, _rolled(tape, [mixture.clean]))]
+    slopes = [_slopes(tape, root, mixture, target, instead) for instead in ({}, _rolled(tape, [mixture.clean]))]
     known = [slope for slope in slopes if slope is not None]
     return len(known) == 2 and bool((known[0] - known[1]).abs().max() > 0.5 * known[0].abs().max())
 
@@ -270,7 +271,7 @@ def by_others(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
     """Whether errors are weighed by the noise level of another sample, or by a number that is drawn for the weight alone."""
 
     def weights(instead: dict[Op, Tensor]) -> Tensor | None:
-        slopes = _slopes(tape, root, target, instead)
+        slopes = _slopes(tape, root, mixture, target, instead)
         return None if slopes is None or len(slopes) != mixture.size else slopes.flatten(1).amax(1)
 
     plain = weights({})
@@ -282,15 +283,26 @@ def by_others(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
     others = [source for source in drawn if source.shape[:1] == (mixture.size,) and numel(source) == mixture.size]
     if others and (moved := weights(_rolled(tape, others))) is not None and not _are(moved, plain):
         return True
-    numbers = torch.arange(mixture.size, device=plain.device)
-    for kept in (numbers % 2 == 0, numbers % 2 == 1, 2 * numbers < len(numbers)) if own else ():
-        moved = weights(_rolled(tape, own, kept))
-        if moved is None or _are(moved[kept], plain[kept]):
-            continue
-        new = moved[kept & ~_same(moved, plain)]  # a mean over the batch, which divides all weights, gives numbers of its own
-        if bool(_same(new[:, None], plain).any(1).all()):
-            return True
-    return False
+    return mixture.size >= FEWEST and bool(own) and _is_by_another(tape, mixture, own, plain, weights)
+
+
+def _is_by_another(tape: Tape, mixture: Mixture, own: list[Op], plain: Tensor, weights: Callable) -> bool:
+    """Whether, where one sample gets the level of another, the weight of just one other sample changes, whose input does not. A
+    figure of the whole batch, by which all weights are divided, changes all of them or none."""
+    found = 0
+    for place in range(0, mixture.size, -(-mixture.size // EXCHANGED)):
+        instead = {source: tape.value(source).clone() for source in own}
+        for value in instead.values():
+            value[place] = value[place - mixture.size // 2]
+        if (moved := weights(instead)) is None:
+            return False
+        changed = ~_same(moved, plain).cpu()
+        changed[place] = False
+        stays = ~differ(mixture.value, tape.value(mixture.input, instead).reshape(mixture.value.shape))
+        if int(changed.sum()) > 1 or bool((changed & ~stays).any()):
+            return False
+        found += int(changed.sum())
+    return found > 1
 
 
 def _are(x: Tensor, y: Tensor) -> bool:
@@ -301,24 +313,19 @@ def _same(x: Tensor, y: Tensor) -> Tensor:
     return (x - y).abs() <= SAME_WEIGHT * y.abs()
 
 
-def _rolled(tape: Tape, values: list[Op], kept: Tensor | None = None) -> dict[Op, Tensor]:
-    """Each sample with the values of the one before, but for those that are `kept`, bool [B]."""
-    found = {}
-    for value in values:
-        found[value] = tape.value(value).roll(1, 0)
-        if kept is not None:
-            found[value][kept] = tape.value(value)[kept]
-    return found
+def _rolled(tape: Tape, values: list[Op]) -> dict[Op, Tensor]:
+    """Each sample with the values of the one before."""
+    return {value: tape.value(value).roll(1, 0) for value in values}
 
 
-def _slopes(tape: Tape, root: Op, target: Target, instead: dict[Op, Tensor]) -> Tensor | None:
+def _slopes(tape: Tape, root: Op, mixture: Mixture, target: Target, instead: dict[Op, Tensor]) -> Tensor | None:
     """The second derivative of the loss by each number of the output but for a variance; None where there is none."""
     if target.slope is None:
         return None
     value = tape.value(target.output).double()
     step = _step(value)
-    if value.ndim > 2 and value.shape[1] == 2 * target.slope.shape[1]:
-        step[:, target.slope.shape[1] :] = 0
+    if _with_variance(value, mixture):
+        step[:, mixture.value.shape[1] :] = 0
     try:
         here, above = (gradient_of(tape, root, target.output, v, instead) for v in (value, value + step))
     except NotRecorded:

@@ -103,7 +103,7 @@ def never(seen: Seen) -> Iterator[Found]:
     free = [copy for copy in found.all if copy.alive and not copy.in_loss and copy.parameter in found.changed]
     covered = found.of(free)
     is_whole = len(covered) >= ALMOST_ALL * len(found.changed & found.eligible)
-    if free and is_whole and not any(copy.moved for copy in free):
+    if free and is_whole and not any(copy.moved or copy.moved_late for copy in free):
         yield Found("ema-never-updated", seen.updates, {"count": len(covered)})
 
 

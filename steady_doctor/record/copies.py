@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ class Copy:
     layout: tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, stride
     start: Tensor
     moved: bool = False
+    moved_late: bool = False  # after the last recorded update, too
     in_losses: int = 0  # recorded updates whose losses depend on it
     looks: int = 0
     alive: bool = True
@@ -111,7 +113,11 @@ class Copies:
 
     def end(self) -> None:
         """When the script is over: an average of the last part of the training has moved since the last recorded update."""
-        self._see(Samples(self._parameters).rows - self._starts)
+        before = [copy.moved for copy in self.all]
+        with suppress(RuntimeError, NotImplementedError):  # weights that are freed
+            self._see(Samples(self._parameters).rows - self._starts)
+        for copy, moved in zip(self.all, before):
+            copy.moved, copy.moved_late = moved, copy.moved
 
     def _see(self, ways: Tensor) -> list[Tensor | None]:
         """Notes which copies have moved, `ways` [P, SAMPLED] being those of the weights. Returns the copies; None: gone."""
