@@ -185,7 +185,7 @@ def _about_levels(names: list[str], others: list[list[str]]) -> list[str]:
     listed = [", ".join(level[:_SHOWN]) for level in others]
     if not names:
         return [f"the folders {other} become no classes" for other in listed]
-    unused = [f", and {other} do not" for other in listed] + [""] * bool(_MASKS & {name.lower() for name in names})
+    unused = [""] * bool(_MASKS & {name.lower() for name in names}) + [f", and {other} do not" for other in listed]
     become = f"the folders {', '.join(names[:_SHOWN])} become classes"
     return [f"{become}{those}: if some are no images to train on, give another folder" for those in unused]
 

@@ -179,7 +179,7 @@ def _near_copies(
     if len(asked) == 0 or len(first) < 2:
         return None
     chunks = ((start, thumbnails[first[start : start + _COMPARED]]) for start in range(0, len(first), _COMPARED))
-    others = first[nearest(thumbnails[asked], chunks, torch.from_numpy(own[asked]))]
+    others = first[nearest(thumbnails[asked], chunks, torch.from_numpy(own[asked])).numpy()]
     relative = (thumbnails[asked] - thumbnails[others]).square().mean(1).sqrt() / contrast
     closest = int(relative.argmin())
     return {

@@ -42,6 +42,7 @@ def export_pipeline(
     scheduler: Scheduler,
     output_dir: Path | str,
     card_text: str,
+    *,
     class_names: Sequence[str] | None = None,
     autoencoder: Autoencoder | None = None,
 ) -> None:

@@ -43,7 +43,7 @@ class DataOptions(Options):
     cache_limit: str = flag(
         "50GB",
         "streaming: decoded blocks that stay on the disk, of all runs together (50GB)",
-        reads=lambda text: read_bytes(text) and text,  # stays as it was written
+        reads=lambda text: (read_bytes(text), text)[1],  # stays as it was written
         words="a size such as 50GB",
         free=True,
     )

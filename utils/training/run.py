@@ -185,6 +185,7 @@ def begin_run(
     if epsilon != asked_epsilon:
         notes.append(f"the optimizer keeps the checkpoint's epsilon, {epsilon:.3g}; a new run would use {asked_epsilon:.3g}")
     facts = {
+        "max_train_steps": length.max_train_steps,
         **length._asdict(),
         "micro_batch_size": options.train_batch_size,
         "gradient_accumulation_steps": options.gradient_accumulation_steps,
