@@ -23,6 +23,7 @@ EDM2 = f"benchmarks/speed/throughput.py --script train_edm2.py --blocks 8 --bloc
 FAST = "--mixed_precision bf16 --compile"
 RUN = "train_ddpm.py --max_train_steps 300 --overwrite_output_dir --output_dir {folder}"
 FORCED = "benchmarks/speed/switches.py --script train_edm2.py --only force_weight_norm --base last --blocks 20"
+TOGETHER = "benchmarks/speed/switches.py --together compile channels_last --blocks 8 --block_updates 5"
 PARTS = {  # name: (seconds at most, command)
     "precisions": (240, "benchmarks/reliability/precisions.py"),
     "doctor, healthy": (240, "benchmarks/doctor/ask.py --gpu --only healthy --sample 30"),
@@ -38,7 +39,8 @@ PARTS = {  # name: (seconds at most, command)
     "fp16 run": (60, f"{RUN}/fp16 --mixed_precision fp16"),
     "bf16 compiled run": (100, f"{RUN}/bf16 {FAST}"),
     "256 16": (240, f"{DDPM} --model_preset 256 --train_batch_size 16 {FAST}"),
-    "switches cifar10": (240, "benchmarks/speed/switches.py --model_preset cifar10 --batch_size 256 --blocks 6 --base last"),
+    "switches cifar10": (400, f"{TOGETHER} --model_preset cifar10 --batch_size 256"),
+    "switches EDM2 XS": (400, f"{TOGETHER} --script train_edm2.py --model_preset XS --resolution 64 --batch_size 64"),
     "cifar10 128 eager": (90, f"{DDPM} --model_preset cifar10 --train_batch_size 128 --mixed_precision bf16"),
     "digits16 512": (90, f"{DDPM.replace('synthetic', 'digits')} --model_preset digits16 --train_batch_size 512 {FAST}"),
     "EDM2 S 64x64 32 eager": (

@@ -222,7 +222,7 @@ def _on_host(figures: Tensor | None) -> Tensor | None:
 
 
 def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
-    asked = Asked(target.kind, *(_on_host(one) for one in (target.p, target.q, target.rest, target.seen)))
+    asked = Asked(target.kind, _on_host(target.p), _on_host(target.q), _on_host(target.rest), _on_host(target.seen))
     asked.skips, asked.noised = target.skips, target.noised
     asked.by_network = any(front.content and front not in target.layers for front in root.fronts)
     if target.slope is not None and not target.by_variance and target.slope.shape[0] == mixture.size:

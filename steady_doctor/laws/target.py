@@ -34,9 +34,8 @@ class Asks:
         slopes = [one.target.slope for one in passes]
         self.scaled = not self.fits and not self.skips and None not in slopes  # a known preconditioning has its own scale
         if self.scaled:
-            self._divided(
-                torch.cat([one.mixture.size * slope[one.target.seen] for slope, one in zip(slopes, passes)]).sqrt(), scale
-            )
+            weights = [one.mixture.size * slope[one.target.seen] for slope, one in zip(slopes, passes)]
+            self._divided(torch.cat(weights).sqrt(), scale)
 
     def _is(self, p: Tensor, q: Tensor) -> bool:
         return all(
