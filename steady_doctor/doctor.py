@@ -79,8 +79,6 @@ class Doctor:
         self.ranks.collect()
         self.seen.ranks = self.ranks.everyone
         self.seen.history, self.seen.copies = self.session.history, self.session.copies
-        if ended and self.seen.copies is not None:
-            self.seen.copies.end()
         return judge(self.seen)
 
 

@@ -14,6 +14,7 @@ from steady_doctor.record.samples import SAMPLED, Samples
 from steady_doctor.record.tape import Tape, key_of
 
 DIFFERENT = 8  # numbers of a parameter that differ, so that an equal tensor is no chance
+FIRST, SELDOM = 20, 16  # updates, and the share of them after which late ones are looked for
 SAME_WAY = 0.5  # cosine of two directions; rounding goes no way
 CHANGED = 1e-4  # of its size: more than rounding
 
@@ -51,6 +52,7 @@ class Copies:
         self.all: list[Copy] = []
         self.changed: set[int] = set()  # parameters that are others than at first
         self.empty_average = False  # an EMAModel without tensors
+        self._next = FIRST  # update after which it is looked whether they have moved
         self.left_behind = False  # statistics of batches move, and those of the average stay
         self._parameters = parameters
         self._starts = Samples(parameters).rows
@@ -111,13 +113,17 @@ class Copies:
         still = [torch.equal(_copied(theirs), before) for (_, theirs), (_, before) in zip(self._pairs, self._statistics)]
         self.left_behind = bool(moved) and all(moved) and all(still)
 
-    def end(self) -> None:
-        """When the script is over: an average of the last part of the training has moved since the last recorded update."""
+    def between(self, update: int) -> None:
+        """After an update that is not recorded: an average of the last part of the training begins late, and may be gone when
+        the script is over. Seldom, as the host waits for a device."""
+        if update < self._next or all(copy.moved or copy.moved_late for copy in self.all):
+            return
+        self._next = update + 1 + update // SELDOM
         before = [copy.moved for copy in self.all]
         with suppress(RuntimeError, NotImplementedError):  # weights that are freed
             self._see(Samples(self._parameters).rows - self._starts)
         for copy, moved in zip(self.all, before):
-            copy.moved, copy.moved_late = moved, copy.moved
+            copy.moved, copy.moved_late = moved, copy.moved_late or copy.moved
 
     def _see(self, ways: Tensor) -> list[Tensor | None]:
         """Notes which copies have moved, `ways` [P, SAMPLED] being those of the weights. Returns the copies; None: gone."""

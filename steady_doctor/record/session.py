@@ -334,6 +334,8 @@ class Session:
     def _between(self) -> None:
         """When an update is over."""
         self._judge_recorded()
+        if self.copies is not None:
+            self.copies.between(self.updates)
         if self._advance(self.updates + 1):
             self._record(self.updates + 1)
 
