@@ -105,12 +105,12 @@ def unread(seen: Seen) -> Iterator[Found]:
     known = [update.gradient for update in seen.recorded()]
     if len(known) < LEAST or any(gradient.by_hand or not gradient.passes for gradient in known):
         return
-    for code, never in (
-        ("gradient-unread", set.intersection(*({*one.unread} - {*one.unused} for one in known))),
-        ("gradient-unused", set.intersection(*({*one.unused} for one in known))),
-    ):
-        if never and len(never) < known[0].parameters:
-            yield Found(code, seen.recorded()[0].number, _of(tuple(sorted(never)), known[0].parameters))
+    read = set.intersection(*({*one.unread} - {*one.unused} for one in known))
+    unused = set.intersection(*({*one.unused} for one in known))
+    if read and len(read) < known[0].parameters:
+        yield Found("gradient-unread", seen.recorded()[0].number, _of(tuple(sorted(read)), known[0].parameters))
+    if unused and len(unused) < known[0].parameters:
+        yield Found("gradient-unused", seen.recorded()[0].number, _of(tuple(sorted(unused)), known[0].parameters))
 
 
 def finite(seen: Seen) -> Iterator[Found]:
