@@ -294,11 +294,15 @@ def _is_by_another(tape: Tape, mixture: Mixture, own: list[Op], plain: Tensor, w
         instead = {source: tape.value(source).clone() for source in own}
         for value in instead.values():
             value[place] = value[place - mixture.size // 2]
-        if (moved := weights(instead)) is None:
+        moved = weights(instead)
+        try:
+            given = tape.value(mixture.input, instead)
+        except NotRecorded:
             return False
-        changed = ~_same(moved, plain).cpu()
+        if moved is None or given.shape != mixture.value.shape:
+            return False
+        changed, stays = ~_same(moved, plain).cpu(), ~differ(mixture.value, given)
         changed[place] = False
-        stays = ~differ(mixture.value, tape.value(mixture.input, instead).reshape(mixture.value.shape))
         if int(changed.sum()) > 1 or bool((changed & ~stays).any()):
             return False
         found += int(changed.sum())

@@ -52,6 +52,7 @@ TAUGHT = (
     "with torch.no_grad(): taught = a.sqrt() * x_t - (1 - a).sqrt() * ema(x_t, t, told)\n"
     "image = (x_t - (1 - a).sqrt() * model(x_t, t, told)) / a.sqrt()\nloss = (a / (1 - a) * (image - taught) ** 2).mean()"
 )
+CONSTANT = "one level, or the same ones, on purpose: as where a distribution is smoothed, or one step is distilled"
 DRAWN_BY_LOSS = "t = torch.multinomial(seen / seen.sum(), len(x0), replacement=True)"
 NUMPY_TIMES = (TIMES, "import numpy\nnumbers = numpy.random.randint(0, T, len(x0))\nt = torch.from_numpy(numbers)")
 HALF_TIME = (TIME, "told = self.time((t.float() / T).bfloat16()[:, None].float())")
@@ -146,7 +147,7 @@ PLAIN_DDPM = [
     row("timestep|network", TIME, "told = 0 * self.time(t.float()[:, None] / T)", updates=22),
     row("timestep", "torch.randint(0, T, (len(x0),))", "torch.randint(0, T // 2, (len(x0),))", updates=22),
     row("timestep", "torch.randint(0, T, (len(x0),))", "torch.randint(0, T, (1,)).expand(len(x0))", updates=22),
-    row("timestep|noise|state", TIMES, "t = torch.arange(0, T, T // BATCH)[:BATCH]", updates=22),
+    row("timestep|noise|state", TIMES, "t = torch.arange(0, T, T // BATCH)[:BATCH]", updates=22, missed=CONSTANT),
     row("timestep", TIMES, "t = torch.randint(0, T, (len(x0),)).clamp(min=600)", updates=22),
     row("timestep", "def forward(self, x, t, y=None):", "def forward(self, x, y, t):", CALL, "model(x_t, told, t.flip(0))"),
     row("timestep|network", LINEAR, "nn.Linear(16, width), nn.SiLU()", TIME, SINES % "2e-5 * torch.linspace(0, 1, 8)"),
@@ -473,7 +474,7 @@ PLAIN_DDPM = [
     row("", COPY, COPY + "\nseen = torch.ones(T)", TIMES, DRAWN_BY_LOSS, END, "seen[t] = loss.item()\n" + END, updates=22),
     row("", AVERAGE, "average.lerp_(weight, 0.5) if step > 24 else None", updates=30),
     row("", *loss("F.mse_loss(out / (0.1 + t[:, None, None, None] / T), noise)")),
-    row("timestep", TIMES, "t = torch.full((len(x0),), 300)", updates=22),
+    row("timestep", TIMES, "t = torch.full((len(x0),), 300)", updates=22, missed=CONSTANT),
     row("", *NUMPY_TIMES, CALL, "model(x_t, torch.from_numpy(numbers / 2), told)"),
     row("", LOSS, SNR + "loss = ((model(x_t, t, told) - noise).abs().mean((1, 2, 3)) * snr.clamp(max=5) / snr).mean()"),
     row("", *loss("((out - noise).square() * torch.rand_like(noise)).mean()")),
