@@ -74,7 +74,7 @@ def row(script: str, name: str, flags: str, updates: int, place: Path) -> tuple[
         "lr_warmup_steps": half // 4,
     }
     every = [*flags.split(), *(word for name, number in numbers.items() for word in (f"--{name}", str(number)))]
-    kind = re.sub("[^a-z0-9]+", "-", f"{script[6:]} {name}")
+    kind = re.sub("[^a-z0-9]+", "-", f"{script[6:]} {name}".replace(".py", ""))
     whole, again, resumed = (place / f"{kind}-{letter}" for letter in "abc")
     start = time.monotonic()
     status, last = train(script, every, whole)

@@ -1,6 +1,7 @@
 """diagnose.py and the doctor in the loop, on runs that the training script made."""
 
 import json
+import shlex
 from pathlib import Path
 
 import findings_page
@@ -224,8 +225,8 @@ def test_what_cannot_be_diagnosed_ends_with_status_2(tmp_path):
 @pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_crash(tmp_path):
     run = synthetic_run(tmp_path / "run", reports=20, samples=0)
-    command = [*script_command("diagnose.py", [run]), "|", "head", "-1", ";", "exit", "${PIPESTATUS[0]}"]
-    result = run_command(["bash", "-c", " ".join(command)], script_environment())
+    asked = shlex.join(map(str, script_command("diagnose.py", [run])))
+    result = run_command(["bash", "-c", f"{asked} | head -1; exit ${{PIPESTATUS[0]}}"], script_environment())
     assert result.returncode in (0, 1) and without_progress(result.stderr) == [], result.stderr
 
 
