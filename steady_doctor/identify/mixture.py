@@ -376,13 +376,7 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
         rounded[each.value] = any(op.dtype in (torch.float16, torch.bfloat16) for op in narrow)
         found.append((each.value, tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)))
     if not found:
-        noised = [op for op in tape.upstream(mixture.input) if op.content & mixture.noise.content]
-        mixed = [each.value for each in given if each.value.content & mixture.noise.content and each.value not in noised]
-        within = {op for value in mixed for op in tape.upstream(value, noised)}
-        beside = {op for each in _beside(mixture, given) for op in tape.sources(each.value.made_of)}
-        mixture.told_within = any(level in within for level in mixture.levels) or any(
-            op.kind == "outside" and op.floating and numel(op) == mixture.size > 1 for op in beside
-        )
+        mixture.told_within = _may_be_told(tape, mixture, given)
         return
     # A network that is told two times, as those that go from one to the other, is told the level by one of them.
     follow = ((value, told) for value, told in found if told and _follows(told[0], mixture, value in of_each))
@@ -390,6 +384,16 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     mixture.told_rounded = rounded[value]
     if not any(op.kind in PARAMETERS for op in tape.upstream(value)):  # else it is what a frozen network made of it
         mixture.embedding = tape.value(value)
+
+
+def _may_be_told(tape: Tape, mixture: Mixture, given: list[Given]) -> bool:
+    """Whether a level goes into a value of the network beside the mixture, or numbers of each sample come from elsewhere."""
+    noised = [op for op in tape.upstream(mixture.input) if op.content & mixture.noise.content]
+    mixed = [each.value for each in given if each.value.content & mixture.noise.content and each.value not in noised]
+    within = {op for value in mixed for op in tape.upstream(value, noised)}
+    beside = {op for each in _beside(mixture, given) for op in tape.sources(each.value.made_of)}
+    elsewhere = [op for op in beside if op.kind == "outside" and op.floating and numel(op) == mixture.size > 1]
+    return bool(elsewhere) or not within.isdisjoint(mixture.levels)
 
 
 def _follows(told: Tensor, mixture: Mixture, of_each: bool) -> bool:

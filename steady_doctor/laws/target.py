@@ -48,14 +48,11 @@ class Asks:
         larger, each of its errors counts less."""
         if bool((factor <= 0).any()) or float(factor.max()) < WIDE * float(factor.min()):
             return
-        given = self.p, self.q
         for name, (p, q) in self._known(scale).items():
-            size = torch.maximum(p.abs(), q.abs()) / torch.maximum(given[0].abs(), given[1].abs())
-            even = size / factor
-            if float(even.max()) < (1 + CLOSE) * float(even.min()):
-                self.p, self.q = given[0] * size, given[1] * size
-                self.fits += [name] if self._is(p, q) else []
-        self.p, self.q = given
+            size = torch.maximum(self.p.abs(), self.q.abs()) / torch.maximum(p.abs(), q.abs())
+            even = size * factor
+            if float(even.max()) < (1 + CLOSE) * float(even.min()) and self._is(p * size, q * size):
+                self.fits.append(name)
 
     def _known(self, scale: float) -> dict[str, tuple[Tensor, Tensor]]:
         a, b, one, zero = self.a, self.b, torch.ones_like(self.a), torch.zeros_like(self.a)

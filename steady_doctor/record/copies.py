@@ -28,7 +28,7 @@ class Copy:
     layout: tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, stride
     start: Tensor
     moved: bool = False
-    moved_late: bool = False  # after the last recorded update, too
+    moved_late: bool = False  # seen between two recorded updates, too
     in_losses: int = 0  # recorded updates whose losses depend on it
     looks: int = 0
     alive: bool = True
@@ -101,8 +101,9 @@ class Copies:
         ways = Samples(self._parameters).rows - self._starts
         is_other = ways.norm(dim=1) > 10 * CHANGED * self._starts.norm(dim=1)
         self.changed = set(torch.nonzero(is_other).flatten().tolist())
-        tensors = self._see(ways)
-        for copy, tensor in zip(self.all, tensors):
+        tensors, are_moved = self._see(ways)
+        for copy, tensor, is_moved in zip(self.all, tensors, are_moved):
+            copy.moved |= is_moved
             copy.alive = tensor is not None
             if tensor is None:
                 continue
@@ -119,21 +120,19 @@ class Copies:
         if update < self._next or all(copy.moved or copy.moved_late for copy in self.all):
             return
         self._next = update + 1 + update // SELDOM
-        before = [copy.moved for copy in self.all]
         with suppress(RuntimeError, NotImplementedError):  # weights that are freed
-            self._see(Samples(self._parameters).rows - self._starts)
-        for copy, moved in zip(self.all, before):
-            copy.moved, copy.moved_late = moved, copy.moved_late or copy.moved
+            for copy, is_moved in zip(self.all, self._see(Samples(self._parameters).rows - self._starts)[1]):
+                copy.moved_late |= is_moved
 
-    def _see(self, ways: Tensor) -> list[Tensor | None]:
-        """Notes which copies have moved, `ways` [P, SAMPLED] being those of the weights. Returns the copies; None: gone."""
-        tensors = [copy.tensor() for copy in self.all]
+    def _see(self, ways: Tensor) -> tuple[list[Tensor | None], list[bool]]:
+        """Returns the copies, None for what is gone, and whether each has moved; `ways`: those of the weights, [P, SAMPLED]."""
+        tensors, are_moved = [copy.tensor() for copy in self.all], []
         for copy, tensor, now in zip(self.all, tensors, Samples(tensors).rows):
             gone, way = now - copy.start, ways[copy.parameter]
             far = float(gone.norm()) > CHANGED * float(copy.start.norm())
             is_on_the_way = float(gone @ way) > SAME_WAY * float(gone.norm() * way.norm()) > 0
-            copy.moved |= tensor is not None and (far or is_on_the_way)
-        return tensors
+            are_moved.append(tensor is not None and (far or is_on_the_way))
+        return tensors, are_moved
 
     def of(self, which: Iterable[Copy]) -> set[int]:
         return {copy.parameter for copy in which}

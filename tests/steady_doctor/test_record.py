@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 from rehearsal import Device
 from torch import nn
@@ -107,7 +108,12 @@ def test_the_step_is_recorded_where_passes_are_within_it():
     assert "mean" in recorded_names(closure=True) and of_steps & {*recorded_names(closure=True)}
 
 
-def test_a_loop_is_judged_on_a_device_as_on_the_host(monkeypatch):
+@pytest.mark.parametrize("drawn_on", ["meta", "cpu"])
+def test_a_loop_is_judged_on_a_device_as_on_the_host(drawn_on, monkeypatch):
+    randint = torch.randint
+    monkeypatch.setattr(
+        torch, "randint", lambda *asked, **options: randint(*asked, **options | {"device": drawn_on}).to("meta")
+    )
     monkeypatch.setattr(plain_ddpm.sys, "argv", ["plain_ddpm.py", "6"])
     doctor = Doctor()
     with Device(), torch.device("meta"):
