@@ -42,7 +42,8 @@ class Doctor:
         self.seen = Seen()
         self.ranks = Ranks()
         self.session = Session(self._look, stopped, optimizer)
-        self.network, self.optimizer = network, ""  # classes
+        self.network, self.optimizer, self._told = "", "", network  # classes
+        self._begun = 0
         self._looked, self._options = looked, Options()
 
     def install(self) -> ExitStack:
@@ -52,21 +53,20 @@ class Doctor:
         return hooks
 
     def _look(self, recorded: Recorded) -> None:
+        if self._begun != self.session.begun:
+            self._begun = self.session.begun
+            self.seen.steps.clear()
         step = identify(recorded)
         if not any(one.mixture for one in step.passes) and not self.seen.mixed() and self.session.turn():
-            self.seen.steps.clear()
             return
-        by_hand = isinstance(recorded.optimizer, ByHand)
-        if self.seen.by_hand and not by_hand:
-            self.seen.steps.clear()
-        self.seen.by_hand = by_hand
+        by_hand = self.seen.by_hand = isinstance(recorded.optimizer, ByHand)
         self.seen.options, self.seen.asked_numbers = self._options.values(), self._options.numbers()
         self.seen.asked_words = self._options.words()
         if not self.seen.steps:
             self.seen.predictions, self.seen.alphas_cumprod = declared()
             own = "weights written by the script itself, which is not judged"
             self.optimizer = own if by_hand else type(recorded.optimizer).__name__
-            self.network = self.network or owner_of(recorded.parameters)
+            self.network = self._told or owner_of(recorded.parameters)
         self.seen.steps.append(step)
         self.ranks.tell(recorded.update, digests(recorded, step))
         self._looked()

@@ -362,6 +362,9 @@ def _beside(mixture: Mixture, given: list[Given]) -> list[Given]:
 
 def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     """Notes what the network is told: the values of one number a sample through which all passes that it gets of the level."""
+    passes = {each.at.with_grad for each in given if each.value in (mixture.input, mixture.given)}
+    if len(passes) > 1:  # it gets its own answer, too: what counts is told in the pass that learns
+        given = [each for each in given if each.at.with_grad]
     levels = sum(1 << source.index for source in mixture.levels)
     found: list[tuple[Op, tuple[Tensor, ...]]] = []
     of_each: set[Op] = set()  # those of which the last number is one for each sample

@@ -13,6 +13,7 @@ from steady_doctor.record.ops import PARAMETERS, Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
 
+CUTS = {"slice", "select", "split", "split_with_sizes", "unbind"}
 COMPARES = {"sub", "rsub", "sub_", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 LEAST_STEP = 0.1  # of the output, above the rounding of what it is compared with; networks begin with outputs of nearly 0
 FEWEST, EXCHANGED = 4, 6  # samples of a batch, and how many of them are tried
@@ -46,7 +47,21 @@ def find_output(tape: Tape, root: Op, mixture: Mixture) -> Op | None:
     """
     noise, size = mixture.noise.content, mixture.value.numel()
     layers = [op for op in root.fronts if op.content & noise and torch.Size(op.shape).numel() >= size]
-    return _where_all_end(tape, root, mixture, layers) if layers else None
+    output = _where_all_end(tape, root, mixture, layers) if layers else None
+    return output and _without_others(tape, root, size, output)
+
+
+def _without_others(tape: Tape, root: Op, size: int, output: Op) -> Op:
+    """Where tokens of a condition stand among those of the image, what is left of the output when they were cut off."""
+    if numel(output) in (size, 2 * size):
+        return output
+    inside = {output}
+    for op in tape.upstream(root, [output]):
+        if op.name in FORMS | CUTS and any(need in inside for need in op.needs):
+            inside.add(op)
+            if numel(op) == size:
+                return op
+    return output
 
 
 def _where_all_end(tape: Tape, root: Op, mixture: Mixture, layers: list[Op]) -> Op | None:

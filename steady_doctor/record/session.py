@@ -53,6 +53,7 @@ class Session:
         optimizer: Optimizer | None = None,
     ):
         self.updates = 0
+        self.begun = 0  # how often it went on with another optimizer
         self.history = History()
         self.copies: Copies | None = None
         self.failure: BaseException | None = None
@@ -251,6 +252,7 @@ class Session:
     def _begin(self, optimizer: Optimizer | ByHand) -> None:
         """With this optimizer in place of another one."""
         self._main, self.updates, self._computing = optimizer, self._made[optimizer], None
+        self.begun += 1
         self.history, self.copies = self.history.of_another(), None
         self._due = recorded_updates()
         self._next = next(self._due)
@@ -313,7 +315,8 @@ class Session:
             self.history.remade.append(self.updates + 1)
             if self._recorded is not None:
                 self._recorded.optimizer = optimizer
-        elif not self._is_known and _size(optimizer) > _size(self._main):
+        elif self._main in self._turned_from or not self._is_known and _size(optimizer) > _size(self._main):
+            self._is_known = False
             self._begin(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:

@@ -370,3 +370,51 @@ class OfUnitWeights(Network):
 def test_a_high_rate_of_large_weights_that_are_normalized_is_right():
     assert train(network := OfUnitWeights(), vp(network), rate=0.02)[0] == []
     assert "rate-high" in train(network := Network(), vp(network), rate=0.02)[0]
+
+
+class OfTokens(Network):
+    """The time is a token among those of the pixels, and its answer is cut off. It may get its own answer."""
+
+    def __init__(self):
+        super().__init__()
+        del self.first, self.last
+        self.pixels, self.mix, self.out = nn.Linear(2 * C, 16), nn.Linear(SIDE**2 + 1, SIDE**2 + 1), nn.Linear(16, C)
+
+    def forward(self, x, t, own=None):
+        own = torch.zeros_like(x) if own is None else own
+        pixels = self.pixels(torch.cat([x, own], 1).flatten(2).transpose(1, 2))
+        tokens = torch.cat([self.embedding(t).flatten(1)[:, None], pixels], 1)
+        tokens = tokens + self.mix(torch.relu(tokens).transpose(1, 2)).transpose(1, 2)
+        return self.out(torch.relu(tokens))[:, 1:].transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize(("told", "codes"), [(lambda t: t, []), (torch.flipud, ["timestep-other"])])
+def test_a_network_that_gets_its_own_answer_is_told_the_level_in_the_pass_that_learns(told, codes):
+    network = OfTokens()
+
+    def loss_of(x0):
+        t, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        noised = column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise
+        with torch.no_grad():
+            own = (noised - network(noised, t)).clamp(-1, 1)
+        return mse_loss(network(noised, told(t), own), noise)
+
+    found, said = train(network, loss_of)
+    assert found == codes and "variance-preserving path, epsilon, errors weighed equally" in said
+
+
+@pytest.mark.parametrize(("told", "codes"), [(lambda t: t, []), (torch.flipud, ["timestep-other"])])
+def test_what_is_trained_after_an_autoencoder_is_watched(told, codes):
+    network, autoencoder = Network(), nn.Sequential(nn.Conv2d(C, 64, 3, padding=1), nn.Conv2d(64, C, 3, padding=1))
+    adam, data = torch.optim.Adam(autoencoder.parameters()), pictures(B)
+
+    def loss_of(x0):
+        if not adam.state:
+            for _ in range(6):
+                adam.zero_grad()
+                mse_loss(autoencoder(data), data).backward()
+                adam.step()
+        return vp(lambda x, t: network(x, told(t)))(x0)
+
+    found, said = train(network, loss_of)
+    assert found == codes and " of Network; variance-preserving path, epsilon" in said
