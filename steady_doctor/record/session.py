@@ -315,7 +315,7 @@ class Session:
             self.history.remade.append(self.updates + 1)
             if self._recorded is not None:
                 self._recorded.optimizer = optimizer
-        elif self._main in self._turned_from or not self._is_known and _size(optimizer) > _size(self._main):
+        elif self._main in self._turned_from or (not self._is_known and _size(optimizer) > _size(self._main)):
             self._is_known = False
             self._begin(optimizer)
 
