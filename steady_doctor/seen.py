@@ -23,6 +23,7 @@ class Seen:
     begins: dict[int, list[tuple[float, ...]]] = field(default_factory=dict)  # of each dataset: how each pass over it begins
     dataset_rows: dict[int, int] = field(default_factory=dict)  # of each dataset
     data_changed: bool = False  # images that a dataset keeps are others than when it was read a second time
+    not_loaded: list[tuple[str, int, str, str]] = field(default_factory=list)  # class, stored weights, a key of each side
     ranks: dict[int, list[dict[str, str]]] = field(default_factory=dict)  # of updates: digests of what each process had
     options: dict[str, Any] = field(default_factory=dict)  # that the user gave the script, by name
     asked_numbers: set[float] = field(default_factory=set)  # among them, and on the command line

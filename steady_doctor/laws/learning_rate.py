@@ -17,7 +17,8 @@ AT_END = 0.25  # of the run
 FACTOR = 0.02  # of the rate that the optimizer was given, which a schedule multiplies
 SHORT, LONG = 0.5, 1.5  # of a schedule's length, made in the whole run
 EACH = 64  # updates, of which each has its rate kept
-FACTORS = 3  # that grow by the same
+FACTORS = 3  # that grow or fall by the same
+FALLEN = 0.1  # of a rate, where the factors of a usual schedule are no line any more
 OFF = 1.3  # by which steps of a schedule are more or fewer than updates
 
 
@@ -70,14 +71,14 @@ def size(seen: Seen) -> Iterator[Found]:
 
 
 def compounded(seen: Seen) -> Iterator[Found]:
-    """The factors from update to update are those of a linear warm-up, which multiplies what it left before."""
+    """The factors from update to update are those of a line, which multiplies what it left before."""
     for rates in _groups(seen):
         values = [rate for update, rate in zip(rates.updates, rates.values) if update < EACH]
         factors = [b / a for a, b in pairwise(values) if a > 0]
-        below = list(takewhile(lambda factor: factor < 1, factors))
+        below = list(takewhile(lambda factor: factor < 1, factors[factors[:1] == [1.0] :]))
         steps = [b - a for a, b in pairwise(below)]
-        is_line = len(steps) >= FACTORS and steps[0] > 0 and max(steps) - min(steps) < 1e-3 * steps[0]
-        if is_line and below[0] < 0.5:
+        is_line = len(steps) >= FACTORS and max(steps) - min(steps) < 1e-3 * abs(steps[0])
+        if is_line and (below[0] < 0.5 if steps[0] > 0 else values[len(below)] < FALLEN * values[0]):
             figures = {"first": values[0], "last": rates.values[-1], "from": below[0], "to": below[-1]}
             yield Found("rate-compounds", rates.updates[0], figures)
             return

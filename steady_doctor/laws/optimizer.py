@@ -1,6 +1,7 @@
 """Whether the optimizer has the network's parameters, keeps its state, steps once in an update, and with settings of use."""
 
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 from steady_doctor.found import Found
@@ -11,17 +12,19 @@ STRONGEST = 3e-3  # weight decay of one update: half of the weights are gone in 
 HIGHEST_DECAY = 2.0  # usual are 0 to 0.1
 LARGE_EPSILON = 1e-5  # 1e-8 is usual, and 1e-6 in half precision
 MOSTLY = 0.9
+LATE = 3  # recorded updates, up to the newest
 OFTEN = 0.25  # of the updates
 DECOUPLED = ("AdamW", "SGD")  # whose decay times the learning rate is what the weights lose
 STUCK = 0.05  # of the weights in half precision; rounding up or down by chance looks the same
 
 
 def others(seen: Seen) -> Iterator[Found]:
-    """Parameters that get a gradient and that no optimizer has."""
+    """Parameters that get a gradient and that no optimizer has; from some update on, as after a resume with a new network."""
     known = seen.recorded()
-    gradients = [update.gradient for update in known]
-    if len(known) < 2 or not all(gradient.unowned for gradient in gradients):
+    late = list(takewhile(lambda update: update.gradient.unowned, reversed(known)))[::-1]
+    if len(late) < (2 if late == known else LATE):
         return
+    known, gradients = late, [update.gradient for update in late]
     figures = {"count": gradients[0].unowned, "has": gradients[0].parameters}
     if len({update.network for update in known}) > 1 and gradients[0].copies:
         return  # the script writes to them itself, from copies that are trained

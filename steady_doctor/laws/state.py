@@ -40,4 +40,10 @@ def copied(seen: Seen) -> Iterator[Found]:
         yield Found("state-not-copied", known[0].number)
 
 
-LAWS = (written, generator, copied)
+def loaded(seen: Seen) -> Iterator[Found]:
+    """Of the weights that a module was to load, without being strict, one at least has a place in it."""
+    for module, count, own, stored in seen.not_loaded:
+        yield Found("state-not-loaded", seen.updates, {"network": module, "count": count, "own": own, "stored": stored})
+
+
+LAWS = (written, generator, copied, loaded)

@@ -15,7 +15,7 @@ ERRORS = 6.0  # standard errors
 CHANCE = 1e-6  # that a healthy script is accused by chance
 LEFT_OUT = 0.25  # of a path at one end, that a script may leave out on purpose
 SHIFTED = 0.35  # of a line
-FEW_CHANGE = 0.2  # of an embedding's numbers
+FEW_CHANGE, SOME_CHANGE = 0.2, 0.5  # of an embedding's numbers; the latter where none of them rises and falls
 UNCHANGED = 0.1  # of its range, by which a number of the embedding does not count as changed
 SAME = 1e-6  # of the range of the numbers that are told
 MOVED = 2e-3  # of the logarithm of the signal-to-noise ratio, by which a level is another one
@@ -88,7 +88,10 @@ def counted(seen: Seen) -> Iterator[Found]:
         if embedding is not None and embedding.each >= 8 and straight[0][0] * rows <= 2:
             spread = embedding.head.amax(0) - embedding.head.amin(0)
             changing = float((spread > UNCHANGED * max(1e-9, embedding.high - embedding.low)).double().mean())
-            if changing < FEW_CHANGE and float(index.max() - index.min()) > 0.5 * rows:
+            steps = embedding.head[index[: len(embedding.head)].argsort()].diff(dim=0)
+            turns = bool(((steps > 0).any(0) & (steps < 0).any(0)).any())  # of a wave that goes through a part of a period
+            is_slow = changing < FEW_CHANGE or (changing < SOME_CHANGE and not turns)
+            if is_slow and float(index.max() - index.min()) > 0.5 * rows:
                 yield Found("timestep-scale", update, {"range": straight[0][0] * rows, "changing": changing})
 
 

@@ -62,6 +62,7 @@ class Session:
         self._left: Tape | None = None  # where it is not entered for a while
         self._rests_in_step = False  # as the tape does from before a step to after it
         self.loads = Loads()
+        self.not_loaded: weakref.WeakKeyDictionary[Any, tuple[int, str, str]] = weakref.WeakKeyDictionary()  # modules
         self._judge, self._stopped = judge, stopped
         self._due = recorded_updates()
         self._next = next(self._due)
@@ -92,6 +93,7 @@ class Session:
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR):
             wrap(hooks, kind, "__init__", self._make_schedule)
         wrap(hooks, torch.nn.utils, "clip_grad_norm_", self._clip)
+        wrap(hooks, torch.nn.Module, "load_state_dict", self._load_state)
         return hooks
 
     def _watch_steps(self, hooks: ExitStack) -> None:
@@ -264,6 +266,15 @@ class Session:
             self.tape.before_draw()
             self.tape.known(tensors, "data", number)
             self._recorded.handled.append((handling, max((len(x) for x in tensors if x.ndim > 2), default=0)))
+
+    def _load_state(self, original: Callable, module: Any, state: Any, *arguments: Any, **options: Any) -> Any:
+        result = original(module, state, *arguments, **options)
+        missing, unexpected = (getattr(result, name, ()) for name in ("missing_keys", "unexpected_keys"))
+        if missing and unexpected and len(unexpected) == len(state):  # nothing of it had a place
+            self.not_loaded[module] = len(state), missing[0], unexpected[0]
+        else:
+            self.not_loaded.pop(module, None)
+        return result
 
     def _make_optimizer(self, original: Callable, optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
         original(optimizer, *arguments, **options)

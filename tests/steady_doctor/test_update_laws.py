@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -144,6 +145,11 @@ FOUND = {  # within 5 updates
     "ema-is-the-network": {"averaged": lambda m: m, "end": mix},
     "ema-part": {"end": lambda now: change_average(now, lambda old, new: old.lerp_(new, 0.1), 1), "updates": 13},
     "state-weights-written": {"end": every(4, lambda now: change(now, lambda weight: weight.mul_(0.99))), "updates": 7},
+    "state-not-loaded": {
+        "begin": lambda now: now.model.load_state_dict(
+            {f"module.{k}": v for k, v in now.model.state_dict().items()}, strict=False
+        )
+    },
     "state-not-copied": {"optimizer": lambda m: masters(m), "before_step": lambda now: give(now), "end": mix},
 }
 LATER = {  # within 22
@@ -283,3 +289,8 @@ def test_what_is_right_is_not(name):
 
 def test_what_wrote_to_the_weights_is_named():
     assert "mul_" in codes(**FOUND["state-weights-written"])["state-weights-written"]["by"]
+
+
+def test_a_falling_line_of_factors_multiplies_what_it_left_before():
+    assert "rate-compounds" in codes(begin=rates(lambda step, rate: rate * (1 - 0.9 * step / 22)), updates=22)
+    assert codes(begin=rates(lambda step, rate: 5e-4 * (1 + math.cos(math.pi * step / 64))), updates=64, end=mix) == {}
