@@ -107,15 +107,7 @@ def find_mixture(tape: Tape, root: Op) -> Mixture:
     if not given:
         raise Nothing("nothing-given")
     noises, first, asked = noise_sources(tape, given), None, _asked_about(tape, root)
-    for got, candidate in _inputs(tape, given, noises):
-        mixture = _mixture(tape, candidate, noises, _told_rows(tape, given, noises))
-        if mixture is None or _is_noised_later(tape, candidate, got, noises):
-            continue
-        mixture.given = got
-        mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
-        _find_clean(tape, mixture, given)
-        if mixture.only_noise and got.content & ~candidate.content:
-            continue  # noise times a mask, before it is added
+    for mixture in _mixtures(tape, given, noises):
         is_asked = not asked or mixture.clean in asked or any(source in asked for source in mixture.draws)
         is_same = first is not None and mixture.draws == first.draws  # else noise of its own, as an encoder's latents have
         is_better = is_same and first is not None and first.clean is None and mixture.clean is not None
@@ -129,6 +121,19 @@ def find_mixture(tape: Tape, root: Op) -> Mixture:
     _find_table(tape, first)
     _find_growth(tape, first)
     return first
+
+
+def _mixtures(tape: Tape, given: list[Given], noises: int) -> Iterator[Mixture]:
+    """All that the network is given, and what this was made of, as far as they are mixtures of noise and something."""
+    for got, candidate in _inputs(tape, given, noises):
+        mixture = _mixture(tape, candidate, noises, _told_rows(tape, given, noises))
+        if mixture is None or _is_noised_later(tape, candidate, got, noises):
+            continue
+        mixture.given = got
+        mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
+        _find_clean(tape, mixture, given)
+        if not mixture.only_noise or not got.content & ~candidate.content:  # else noise times a mask, before it is added
+            yield mixture
 
 
 def _asked_about(tape: Tape, root: Op) -> set[Op]:

@@ -94,11 +94,10 @@ def optimizer(seen: Seen) -> Iterator[Found]:
             for name, value in wanted.settings.items():
                 if name in group and not _same(group[name], value):
                     yield Found("optimizer-setting", update, {"name": name, "found": group[name], "declared": value})
-        for name, group, is_matrix in zip(told.trained, told.in_groups, told.matrices):
-            decay = optimized.settings[group].get("weight_decay", 0.0) if group >= 0 else 0.0
-            if group >= 0 and decay != (wanted.weight_decay if is_matrix else 0.0):
-                figures = {"found": decay, "declared": wanted.weight_decay if is_matrix else 0.0, "first": name}
-                yield Found("optimizer-weight-decay", update, figures)
+        for name, place, is_matrix in zip(told.trained, told.in_groups, told.matrices):
+            expected = wanted.weight_decay if is_matrix else 0.0
+            if place >= 0 and (decay := optimized.settings[place].get("weight_decay", 0.0)) != expected:
+                yield Found("optimizer-weight-decay", update, {"found": decay, "declared": expected, "first": name})
                 break
         if optimized.off is not None and optimized.off > SMALL:
             yield Found("optimizer-formula", update, {"off": optimized.off, "kind": optimized.kind})

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from steady_doctor.found import Found
+from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.step import Mixed
 from steady_doctor.laws.paths import levels
 from steady_doctor.seen import Seen
@@ -84,15 +85,21 @@ def counted(seen: Seen) -> Iterator[Found]:
         if counts and abs(counts[0]) > 0.5 and first_is_a_level:
             yield Found("timestep-shifted", update, {"by": counts[0]})
         rows = float(mixture.table[0, -1]) + 1
-        embedding = mixture.embedding
-        if embedding is not None and embedding.each >= 8 and straight[0][0] * rows <= 2:
-            spread = embedding.head.amax(0) - embedding.head.amin(0)
-            changing = float((spread > UNCHANGED * max(1e-9, embedding.high - embedding.low)).double().mean())
-            steps = embedding.head[index[: len(embedding.head)].argsort()].diff(dim=0)
-            turns = bool(((steps > 0).any(0) & (steps < 0).any(0)).any())  # of a wave that goes through a part of a period
-            is_slow = changing < FEW_CHANGE or (changing < SOME_CHANGE and not turns)
-            if is_slow and float(index.max() - index.min()) > 0.5 * rows:
-                yield Found("timestep-scale", update, {"range": straight[0][0] * rows, "changing": changing})
+        is_wide = float(index.max() - index.min()) > 0.5 * rows
+        changing = _changing_if_slow(mixture.embedding, index) if straight[0][0] * rows <= 2 and is_wide else None
+        if changing is not None:
+            yield Found("timestep-scale", update, {"range": straight[0][0] * rows, "changing": changing})
+
+
+def _changing_if_slow(embedding: Figures | None, index: Tensor) -> float | None:
+    """The share of an embedding's numbers that change with the level, where few do; None of others."""
+    if embedding is None or embedding.each < 8:
+        return None
+    spread = embedding.head.amax(0) - embedding.head.amin(0)
+    changing = float((spread > UNCHANGED * max(1e-9, embedding.high - embedding.low)).double().mean())
+    steps = embedding.head[index[: len(embedding.head)].argsort()].diff(dim=0)
+    turns = bool(((steps > 0).any(0) & (steps < 0).any(0)).any())  # as a wave does that goes through more than half a period
+    return changing if changing < (FEW_CHANGE if turns else SOME_CHANGE) else None
 
 
 def _line(x: Tensor, y: Tensor) -> tuple[float, float] | None:
@@ -128,12 +135,11 @@ def covered(seen: Seen) -> Iterator[Found]:
     found = levels(seen)
     if found is None:
         return
-    place = None
     if all(mixture.index is not None and mixture.table is not None for _, mixture in known):
         place = torch.cat([mixture.index.double() / float(mixture.table[0, -1]) for _, mixture in known])
     elif found.kind == "flow":
         place = found.b
-    if place is None:
+    else:
         return
     low, high = float(place.min()), float(place.max())
     drawn = {mixture.index_range for _, mixture in known}
@@ -150,13 +156,16 @@ def covered(seen: Seen) -> Iterator[Found]:
     for left, end in ends:  # of a line, times may be shifted to much noise, and need not reach the other end
         if left > LEFT_OUT and (1 - left) ** by_chance < CHANCE:
             yield Found("timestep-left-out", known[0][0], {"share": left, "end": end, "samples": by_chance})
-    at_ends = ((place <= low + 1e-9).double().mean(), (place >= high - 1e-9).double().mean())
+    if found.kind == "flow" and len(place) >= 16 and (share := _piled(place, low, high)) is not None:
+        yield Found("timestep-piled", known[0][0], {"share": share})
+
+
+def _piled(place: Tensor, low: float, high: float) -> float | None:
+    """The share of the levels that stand at one end, where it is far more than at any other level: a student may have few."""
     inner = place[(place > low + 1e-9) & (place < high - 1e-9)]
-    most = (
-        float(inner.unique(return_counts=True)[1].max()) / len(place) if len(inner) else 1.0
-    )  # a student of few steps has few
-    if found.kind == "flow" and len(place) >= 16 and max(map(float, at_ends)) > max(0.15, 3 * most):
-        yield Found("timestep-piled", known[0][0], {"share": max(map(float, at_ends))})
+    most = float(inner.unique(return_counts=True)[1].max()) / len(place) if len(inner) else 1.0
+    share = max(float((place <= low + 1e-9).double().mean()), float((place >= high - 1e-9).double().mean()))
+    return share if share > max(0.15, 3 * most) else None
 
 
 def lognormal(seen: Seen) -> Iterator[Found]:
