@@ -26,6 +26,7 @@ class Batch:
     wrapped: bool = False  # arithmetic in bytes left 0 to 255
     rougher: float | None = None  # of images of 3 channels: how much neighbors differ, over the same as if pixels were in rows
     encoded: bool = False  # a network that is not trained made them
+    batch_norms: int = 0  # of that network, which normalize by the batch
     load: int = -1  # the number of the loader's batch that they are made of
     dataset: int = 0  # the id of the loader's dataset; 0: not known
     loads: int = 0  # batches that were loaded so far
@@ -46,6 +47,7 @@ def identify_batch(recorded: Recorded, mixture: Mixture) -> Batch | None:
     found.rows = _table(sources, mixture.size)
     found.one_row = _is_one_row(tape, clean, sources)
     upstream = tape.upstream(clean)
+    found.batch_norms = sum("batch_norm" in op.name and op.args[5:6] == (True,) for op in upstream if not op.trained)
     found.reshaped = any(op.name in RESHAPES and op.reads and _mixes(op.reads[0][1].shape, op.shape) for op in upstream)
     found.wrapped = any(_wraps(tape, op) for op in upstream)
     found.colors_flipped = _colors_flipped(upstream, mixture.size)

@@ -31,6 +31,13 @@ def batch_norm(seen: Seen) -> Iterator[Found]:
                 yield Found("network-batch-norm", step.update.number, {"layers": sum(one.batch_norms), "network": one.name})
 
 
+def encoder(seen: Seen) -> Iterator[Found]:
+    """A network that makes the images, and is not trained, makes each of it alone, as when it is used later."""
+    for update, one in seen.mixed():
+        if one.batch is not None and one.batch.batch_norms:
+            yield Found("network-encoder-mode", update, {"layers": one.batch.batch_norms})
+
+
 def frozen(seen: Seen) -> Iterator[Found]:
     """Weights that nobody trains and nobody has trained, in a network of which most is trained."""
     for step in seen.steps:
@@ -55,4 +62,4 @@ def level_ignored(seen: Seen) -> Iterator[Found]:
         yield Found("network-level-ignored", late[0][0], {"updates": len(late)})
 
 
-LAWS = (finite, mode, batch_norm, frozen, dead, level_ignored)
+LAWS = (finite, mode, batch_norm, encoder, frozen, dead, level_ignored)
