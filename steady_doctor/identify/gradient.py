@@ -92,11 +92,14 @@ def identify_gradient(recorded: Recorded) -> Gradient:
 
 
 def _unused(recorded: Recorded, unread: tuple[int, ...], last: int) -> tuple[int, ...]:
-    """Those of the parameters that no operation before the `last` loss meets data with."""
+    """Those of the parameters that no operation before the `last` loss meets data with, or only for what the network gives and
+    the script leaves: a second head."""
     tape, used = recorded.tape, 0
     for op in tape.ops[:last] if unread else ():
         if op.uses and op.content and not tape.is_of_averages(op):
             used |= op.uses
+    for op in filter(None, map(tape.op_of, recorded.modules.returned)):
+        used &= ~op.uses
     return tuple(k for k in unread if not used >> k & 1)
 
 

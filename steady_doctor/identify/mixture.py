@@ -326,17 +326,35 @@ def _multiple_and_constant(y: Tensor, x: Tensor, where: Tensor) -> tuple[Tensor,
 
 
 def _levels(tape: Tape, mixture: Mixture, given: list[Given]) -> list[Op]:
-    """Small sources that the mixture is made with, and that the network is given besides; or else small draws."""
+    """Small sources that decide how much noise is in the mixture and that the network is given besides; or else small draws."""
     small = [
         source
         for source in tape.sources((mixture.input.content | mixture.input.rows) & ~mixture.noise.content)
         if source.kind in ("drawn", "data", "outside") and (numel(source) <= mixture.size or _is_for_many(source, mixture.size))
     ]
+    if len(small) > 1:  # an augmentation's numbers are small, too
+        small = [source for source in small if _decides(tape, mixture, source)] or small
     told = 0
     for each in _beside(mixture, given):
         told |= each.value.made_of
     known = [source for source in small if 1 << source.index & told]
     return list(dict.fromkeys([*(known or [source for source in small if source.kind == "drawn"]), *_picking(tape, mixture)]))
+
+
+def _decides(tape: Tape, mixture: Mixture, source: Op) -> bool:
+    """Whether the noise's share is another one where the samples have this source's numbers of each other."""
+    drawn, value = tape.value(mixture.noise), tape.value(source)
+    if not value.ndim or bool((value == value.flatten()[0]).all()):
+        return True
+    try:
+        with_noise, without = (
+            tape.value(mixture.input, {source: value.roll(1, 0), mixture.noise: noise})
+            for noise in (drawn, torch.zeros_like(drawn))
+        )
+    except NotRecorded:
+        return True
+    share = multiple((with_noise - without) * mixture.where, mixture.noise_value * mixture.where)[0]
+    return bool(((share - mixture.b).abs() > LINEAR * mixture.b.abs().max()).any())
 
 
 def _is_for_many(source: Op, size: int) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from steady_doctor.record.ops import tensors_in
 from steady_doctor.record.samples import sample
 
 FEWEST = 256  # numbers of a weight, for its distribution to be told
@@ -33,6 +34,8 @@ class Modules:
     def __init__(self, parameters: Iterable[Tensor]):
         self._trained = {id(parameter) for parameter in parameters}
         self._inside: set[int] = set()
+        self._outermost: set[int] = set()
+        self.returned: list[Tensor] = []  # by these, as long as the update is recorded
         self.networks: list[Network] = []
 
     def knows(self, module: nn.Module) -> bool:
@@ -42,6 +45,7 @@ class Modules:
     def see(self, module: nn.Module) -> None:
         if not any(id(parameter) in self._trained for parameter in module.parameters()):
             return
+        self._outermost.add(id(module))
         self._inside |= {id(each) for each in module.modules()}
         network = Network(type(module).__name__)
         for name, each in module.named_modules():
@@ -57,6 +61,11 @@ class Modules:
                 elif id(parameter) in self._trained:
                     network.trained += parameter.numel()
         self.networks.append(network)
+
+    def see_result(self, module: nn.Module, _: Any, result: Any) -> None:
+        """A hook after each forward pass of any module."""
+        if id(module) in self._outermost and torch.is_grad_enabled():
+            self.returned += tensors_in(result)
 
 
 def _as_made(weight: Tensor) -> bool:

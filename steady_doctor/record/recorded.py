@@ -24,7 +24,7 @@ class Whole:
     norm: float = 0.0
     finite: bool = True
     ends: tuple[float, float] = (0.0, 0.0)  # the smallest and the largest number
-    at_ends: tuple[int, int] = (0, 0)  # numbers that are equal to them
+    at_ends: tuple[int, int] = (0, 0)  # numbers that are equal to them, where several gradients have such
     count: int = 0
 
     @classmethod
@@ -39,7 +39,7 @@ class Whole:
         low, high = each[0].min(), each[1].max()
         reach = [[g for g, one in zip(known, row.tolist()) if one == end] for row, end in zip(each, (low, high))]
         ends = float(low), float(high)
-        at = [sum((g == end).sum().cpu() for g in those) if end else 0 for those, end in zip(reach, ends)]
+        at = [sum((g == end).sum().cpu() for g in those) if end and len(those) > 1 else 0 for those, end in zip(reach, ends)]
         some = iter(each.any(0).tolist())
         zero = [g is None or g.layout is not torch.strided or not g.numel() or not next(some) for g in gradients]
         count = sum(g.numel() for g in known)

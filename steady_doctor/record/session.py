@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -397,6 +397,7 @@ class Session:
                 lambda module, _: None if modules.knows(module) else self._safely(modules.see, module)
             ).remove
         )
+        self._seeing.callback(register_module_forward_hook(functools.partial(self._safely, modules.see_result)).remove)
         self.tape.__enter__()
 
 
