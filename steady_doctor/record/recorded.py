@@ -13,6 +13,7 @@ from steady_doctor.record.modules import Modules
 from steady_doctor.record.samples import Samples
 from steady_doctor.record.tape import Op, Tape
 
+ROWS = 4
 ONE_SIZE = 1e-3  # spread of the sizes of rows that are normalized, over their mean
 
 
@@ -24,7 +25,7 @@ class Whole:
     norm: float = 0.0
     finite: bool = True
     ends: tuple[float, float] = (0.0, 0.0)  # the smallest and the largest number
-    at_ends: tuple[int, int] = (0, 0)  # numbers that are equal to them, where several gradients have such
+    at_ends: tuple[int, int] = (0, 0)  # numbers that are equal to them
     count: int = 0
 
     @classmethod
@@ -39,11 +40,18 @@ class Whole:
         low, high = each[0].min(), each[1].max()
         reach = [[g for g, one in zip(known, row.tolist()) if one == end] for row, end in zip(each, (low, high))]
         ends = float(low), float(high)
-        at = [sum((g == end).sum().cpu() for g in those) if end and len(those) > 1 else 0 for those, end in zip(reach, ends)]
+        at = [_equal(those, end) if end else 0 for those, end in zip(reach, ends)]
         some = iter(each.any(0).tolist())
         zero = [g is None or g.layout is not torch.strided or not g.numel() or not next(some) for g in gradients]
         count = sum(g.numel() for g in known)
-        return cls(zero, float(each[2].norm()), bool(torch.isfinite(each).all()), ends, (int(at[0]), int(at[1])), count)
+        return cls(zero, float(each[2].norm()), bool(torch.isfinite(each).all()), ends, (at[0], at[1]), count)
+
+
+def _equal(gradients: list[Tensor], end: float) -> int:
+    """How many numbers are this one; 0 where all stand in a few rows, whose inputs may be the same."""
+    are = [gradient == end for gradient in gradients]
+    rows = [int(one.reshape(len(one), -1).any(1).sum()) for one in are if one.ndim]
+    return sum(int(one.sum()) for one in are) if max(rows, default=0) >= ROWS else 0
 
 
 class Recorded:
