@@ -145,11 +145,7 @@ def _dialect(path: str) -> dict[str, Any]:
 
 
 def _described(options: DataOptions) -> str:
-    details = {
-        "config": options.dataset_config_name,
-        "split": options.dataset_split,
-        "revision": options.dataset_revision,
-    }
+    details = {"config": options.dataset_config_name, "split": options.dataset_split, "revision": options.dataset_revision}
     words = ", ".join(f"{name} {value}" for name, value in details.items() if value is not None)
     return f"{options.dataset_name} ({words})"
 

@@ -277,7 +277,7 @@ def trained_bits(pipeline: str) -> int:
 
 def _in_own_memory(unet: T, pipeline: str) -> T:
     """`unet` in fp32, with each tensor in fresh memory. safetensors leaves them inside the mapped file, at any multiple of 4
-    bytes, and kernels of some CPUs round otherwise there: the same weights shall give the same bits whatever file they are from.
+    bytes, and kernels of some CPUs round otherwise there: the same weights shall give the same bits, whatever their file.
 
     Raises UserError where the file had not all of them.
     """
