@@ -117,12 +117,17 @@ class Table:
         integers = [name for name in usual if "int" in self._type(name) and not hasattr(self._features[name], "feature")]
         words = [name for name in usual if "string" in self._type(name)]
         plain = [name for name in words if not hasattr(self._features[name], "feature")]
-        repeated = (name for name in plain if 0 < 2 * len(self._read(name, None).drop_null().unique()) <= len(self))
+        repeated = (name for name in plain if self._repeats(self._read(name, None).to_pylist()[: len(self)]))
         others = [name for name in usual if name not in integers and re.search("int|float|decimal", self._type(name))]
         truths = [name for name in usual if self._type(name) == "bool"]
         lists = [name for name in usual if hasattr(self._features[name], "feature")]
         asked = itertools.chain(classes, integers, repeated, others, truths, lists)
         return next((name for name in asked if self._labels_of(name) is not None), None)
+
+    @staticmethod
+    def _repeats(cells: list[str | None]) -> bool:
+        words = [cell.strip() for cell in cells if cell and cell.strip()]
+        return 0 < 2 * len(set(words)) <= len(words)
 
     def _type(self, name: str) -> str:
         """Of its values, or of those in its lists."""

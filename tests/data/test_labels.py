@@ -59,7 +59,7 @@ def test_the_classes_are_the_values_that_occur(values, feature, labels, names):
     [
         ([0.5, 1.0], FLOATS, "0.5 is no class"),
         ([float("inf"), 1.0], FLOATS, "inf is no class"),
-        ([2**63, 1], datasets.Value("uint64"), "9.22337e\\+18 is no class"),
+        ([1e20, 1.0], FLOATS, "1e\\+20 is no class"),
         ([{"id": 1}, {"id": 2}], {"id": INTEGERS}, "struct of id values cannot be labels"),
         ([[0.2], [1.9]], datasets.List(FLOATS), "0.2 is no class"),
         ([[1, 1, 0], [0, 0, 1]], datasets.List(INTEGERS), "not one-hot"),

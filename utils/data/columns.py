@@ -187,5 +187,6 @@ def _repeats(dataset: datasets.Dataset, name: str) -> bool:
     """Whether a column of strings has at most half as many distinct values as rows."""
     if not _is_text(dataset.features[name]):
         return False
-    values = dataset.select_columns([name]).with_format("arrow")[:].column(name).drop_null()
-    return 0 < 2 * len(values.unique()) <= len(values)
+    cells = dataset.select_columns([name]).with_format("arrow")[:].column(name).drop_null().to_pylist()
+    words = [cell.strip() for cell in cells if cell.strip()]
+    return 0 < 2 * len(set(words)) <= len(words)

@@ -313,7 +313,7 @@ def content_of(cell: object, feature: object) -> bytes | str | np.ndarray | None
         return _of_text(cell)
     if isinstance(cell, dict):
         if cell.get("bytes") is not None or isinstance(feature, datasets.Image):
-            return content_of(cell["bytes"], None) or content_of(cell["path"], None)
+            return content_of(cell["path"] if cell["bytes"] is None else cell["bytes"], None)
         field = "path" if cell.get("path") else _field(feature) if isinstance(feature, dict) else None
         if field is None:
             raise NoImage(f"a struct of {', '.join(cell)}", f"cell[{next(iter(cell))!r}]")

@@ -12,6 +12,7 @@ Rows are in the order of the metadata, else of the files' names. What is not use
 import posixpath
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import datasets
@@ -136,7 +137,7 @@ class ImageFolder:
             names = names if len(names) > 1 else []
         self.notes += _about_levels(names, [level for level in dividing.values() if level != names])
         counts = Counter(self._class_name(name) for split in used for _, name in rows[split]) if names else Counter()
-        if (are_parts := _are_parts(counts, self._are_described(rows, used))) is not None:
+        if (are_parts := _are_parts(counts, lambda: self._are_described(rows, used))) is not None:
             what = "look like parts of one set, and do not become classes" if are_parts else "become classes"
             self.notes.append(f"the numbered folders {names[0]} to {names[-1]} {what}")
         return None if are_parts or not names else {name: number for number, name in enumerate(names)}
@@ -221,7 +222,7 @@ def _have_repeats(names: list[str]) -> bool:
     return len(found) == len(names) > 0 and numbers not in (list(range(len(names))), list(range(1, len(names) + 1)))
 
 
-def _are_parts(counts: Counter[str], are_described: bool) -> bool | None:
+def _are_parts(counts: Counter[str], are_described: Callable[[], bool]) -> bool | None:
     """Whether folders with so many images are parts of one set, filled one after the other; None if they are not numbered.
 
     Those of well-known tools have numbers of five digits, and are equally large but where `are_described`.
@@ -237,4 +238,4 @@ def _are_parts(counts: Counter[str], are_described: bool) -> bool | None:
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1  # 00000, 01000 have 1,000 each
     follow = numbers == list(range(numbers[0], numbers[0] + step * len(numbers), step)) and numbers[0] in (0, 1)
     alike = set(sizes[:-1]) == {sizes[0]} and sizes[-1] <= sizes[0]
-    return len(names[0]) >= 5 and follow and (alike or are_described)
+    return len(names[0]) >= 5 and follow and (alike or are_described())
