@@ -6,6 +6,7 @@ the digits come from scikit-learn.
 
 import base64
 import contextlib
+import decimal
 import io
 import itertools
 import os
@@ -115,11 +116,18 @@ class Table:
         usual = [name for label in _LABELS for name in self._features if name.lower() == label]
         integers = [name for name in usual if "int" in self._type(name) and not hasattr(self._features[name], "feature")]
         words = [name for name in usual if "string" in self._type(name)]
-        repeated = (name for name in words if 0 < 2 * len(self._read(name, None).drop_null().unique()) <= len(self))
-        others = [name for name in usual if name not in integers and re.search("int|float", self._type(name))]
+        plain = [name for name in words if not hasattr(self._features[name], "feature")]
+        repeated = (name for name in plain if self._repeats(self._read(name, None).to_pylist()[: len(self)]))
+        others = [name for name in usual if name not in integers and re.search("int|float|decimal", self._type(name))]
         truths = [name for name in usual if self._type(name) == "bool"]
-        asked = itertools.chain(classes, integers, repeated, others, truths)
+        lists = [name for name in usual if hasattr(self._features[name], "feature")]
+        asked = itertools.chain(classes, integers, repeated, others, truths, lists)
         return next((name for name in asked if self._labels_of(name) is not None), None)
+
+    @staticmethod
+    def _repeats(cells: list[str | None]) -> bool:
+        words = [cell.strip() for cell in cells if cell and cell.strip()]
+        return 0 < 2 * len(set(words)) <= len(words)
 
     def _type(self, name: str) -> str:
         """Of its values, or of those in its lists."""
@@ -139,7 +147,8 @@ class Table:
         try:
             cells = cells.to_pylist() if hasattr(cells, "to_pylist") else np.asarray(cells).tolist()
             values = [_value(cell) for cell in cells[: len(self)]]
-            if hasattr(self._features.get(name), "names"):
+            feature = self._features.get(name)
+            if hasattr(getattr(feature, "feature", feature), "names"):
                 return np.array([-1 if value is None else value for value in values], np.int64)
             place_of = {value: place for place, value in enumerate(sorted({value for value in values if value is not None}))}
         except (TypeError, ValueError):  # of several kinds, or no classes
@@ -183,11 +192,15 @@ def image_of(cell: Any, dtype: str | None = None) -> Any:
         flat = cell
         while isinstance(flat, list) and flat:
             flat = flat[0]
+        if cell[:4] in ([137, 80, 78, 71], [*b"GIF8"], [*b"RIFF"]) or cell[:3] == [255, 216, 255]:
+            return bytes(cell)  # of a file
         if not isinstance(flat, (bytes, str, dict)):
             return _square(
                 np.array(cell, {"float": "float32", "double": "float64", "halffloat": "float16"}.get(dtype or "", dtype))
             )
         return image_of(cell[0], dtype)
+    if isinstance(cell, bytes) and re.fullmatch(rb"[\w+/-]{16}", cell[:16]):
+        return found if isinstance(found := _of_text(cell.decode("latin-1")), bytes) else cell
     return _of_text(cell) if isinstance(cell, str) else cell
 
 
@@ -198,12 +211,21 @@ def _square(values: np.ndarray) -> np.ndarray:
 
 
 def _of_text(text: str) -> Any:
-    """Bytes of base64 or of a data URI, an array of numbers, or a path."""
+    """Bytes of base64, of hex or of a data URI, an array of numbers, a path, or what HTML or Markdown shows."""
     if text.startswith("file:"):
         return urllib.request.url2pathname(urllib.parse.urlparse(text).path)
-    numbers = text.strip("[]() \n").replace(",", " ").split()
+    if found := re.search(r"""<img\b[^>]*?src\s*=\s*["'](.*?)["']|^!\[.*?\]\((.*)\)$""", text, re.DOTALL):
+        return _of_text(found[1] or found[2])
+    numbers = re.sub(r"[\[\](),;]", " ", text).split()
     if len(numbers) > 1 and all(number.isdecimal() for number in numbers):
-        return _square(np.array([int(number) for number in numbers]))
+        values, marks = np.array([int(number) for number in numbers]), re.sub(r"[^\[]+", " ", text).split()
+        sizes = {2: [len(marks)], 3: [sum(len(mark) > 1 for mark in marks), -1, len(numbers) // max(len(marks), 1)]}
+        shape = sizes.get(len(marks[0]) if marks else 0)
+        return _square(values) if shape is None else values.reshape(*shape, *[-1] * (len(shape) == 1))
+    with contextlib.suppress(ValueError, OSError):
+        data = bytes.fromhex(re.sub(r"^(0x|\\x)", "", text))
+        Image.open(io.BytesIO(data))
+        return data
     code = re.sub(r"\s", "", urllib.parse.unquote(text.partition("base64,")[2] or text)).rstrip("=")
     with contextlib.suppress(ValueError, OSError):
         data = base64.b64decode(code.replace("-", "+").replace("_", "/") + "=" * (-len(code) % 4), validate=True)
@@ -223,8 +245,12 @@ def _value(cell: Any) -> Any:
         if not cell.is_integer():
             raise ValueError
         cell = int(cell)
+    if isinstance(cell, decimal.Decimal):
+        return int(cell)
     if isinstance(cell, bool):
         return str(cell)
+    if isinstance(cell, str):
+        return cell.strip() or None
     return None if cell != cell or cell == -1 else cell
 
 

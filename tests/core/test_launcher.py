@@ -173,6 +173,9 @@ def test_other_micro_steps_of_the_environment_are_refused(train_script, script_f
         ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "says PMI_SIZE=2, but not MASTER_ADDR"),
         ({"WORLD_SIZE": ""}, "says WORLD_SIZE='', which is no number\nunset WORLD_SIZE"),
         ({"WORLD_SIZE": "two"}, "says WORLD_SIZE='two', which is no number"),
+        ({"RANK": "1"}, "says RANK=1, of 1 in all\nunset RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "5", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "says RANK=5, of 2 in all"),
+        ({"MASTER_PORT": "http"}, "says MASTER_PORT='http', which is no number"),
         ({}, None),
         ({"RANK": "0"}, None),
         ({"WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, None),
@@ -212,7 +215,13 @@ def test_processes_that_never_come_are_waited_for_aloud(alone, tiny_flags, tmp_p
 def test_a_main_process_without_an_address_is_said(monkeypatch):
     said: Queue[str] = Queue()
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=said.put, flush=lambda: None))
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "main.invalid", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "main.invalid",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     with launcher_module.said_while_waiting(after=0.01):
         assert "MASTER_PORT=1): no address is known for 'main.invalid' (" in said.get(timeout=60)

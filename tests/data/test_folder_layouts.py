@@ -53,6 +53,11 @@ def test_a_table_beside_pictures_stays_a_table(load, tmp_path):
         (("cat/train/0.png", "cat/val/1.png", "dog/train/2.png"), ["cat", "dog"], [0, 0, 1]),
         (("train2017/0.png", "train2017/1.png", "val2017/2.png"), None, None),
         (("train_256/cat/0.png", "train_256/dog/1.png", "val_256/cat/2.png"), ["cat", "dog"], [0, 1]),
+        (("10_dog/0.png", "5_cat/1.png", "5_cat/2.png"), ["cat", "dog"], [1, 0, 0]),
+        (("img/10_dog/0.png", "reg/1_dog/1.png"), None, None),
+        (("0_air/0.png", "1_car/1.png"), ["0_air", "1_car"], [0, 1]),
+        (("part-00000/0.png", "part-00001/1.png", "part-00001/2.png"), None, None),
+        (("cat/cat/0.png", "dog/dog/1.png"), ["cat", "dog"], [0, 1]),
     ],
 )
 def test_the_classes_are_the_folders_that_divide_the_images(names, classes, labels, load, tmp_path):
@@ -68,7 +73,7 @@ def numbered(folder, sizes, digits=5, first=0):
 
 def test_folders_that_are_numbered_as_parts_are_no_classes(load, tmp_path):
     images = load(numbered(tmp_path / "parts", (4, 4, 2)))
-    assert images.labels is None and any("00000 to 00002 are equally large" in note for note in said(images))
+    assert images.labels is None and any("00000 to 00002 look like parts" in note for note in said(images))
     for name, (sizes, digits, first) in {
         "uneven": ((4, 3, 4), 5, 0),
         "growing": ((3, 3, 4), 5, 0),
@@ -77,6 +82,11 @@ def test_folders_that_are_numbered_as_parts_are_no_classes(load, tmp_path):
     }.items():
         images = load(numbered(tmp_path / name, sizes, digits, first))
         assert len(images.class_names) == 3 and any("become classes" in note for note in said(images)), name
+    for beside in ("{:05}.parquet", "{:05}_stats.json"):  # of downloads, of which some failed
+        folder = numbered(tmp_path / beside, (3, 2, 4))
+        for number in range(3):
+            (folder / beside.format(number)).touch()
+        assert load(folder).labels is None, beside
     images = load(numbered(tmp_path / "digits", (3, 3, 3), 1))
     assert len(images.class_names) == 3 and not said(images)
 
@@ -144,6 +154,10 @@ def test_dialects_of_tables(mark, encoding, note, load, tmp_path):
         ("images/0.png", "C:\\set\\images\\0.png"),
         ("0.png", "0"),
         ("0000.png", "0000"),
+        ("0.png", " 0.png "),
+        ("é0.png", "%C3%A90.png"),
+        ("photos/0.png", "photos.zip/0.png"),
+        ("0.png", "file:///home/somebody/0.png"),
     ],
 )
 def test_names_that_differ_from_those_of_the_files(file, name, load, tmp_path):
@@ -159,6 +173,53 @@ def test_a_table_in_the_folder_that_its_names_begin_with(load, tmp_path):
     images = load(folder)
     assert shown(images) == [1, 0]
     assert said(images) == ["2 in the metadata differ from the names of files: images/images/1.png means images/1.png, ..."]
+
+
+def test_each_table_is_about_its_folder_and_one_of_each_counts(load, tmp_path):
+    for part in ("train", "test"):
+        folder = write(tmp_path / "set" / part, "images/0.png", "images/1.png")
+        (folder / "metadata.csv").write_bytes(table([("1.png", 1), ("../train/images/0.png", 0)][: 1 + (part == "train")]))
+    (tmp_path / "set" / "train" / "metadata.jsonl").write_text('{"file_name": "1.png"}\n')
+    images = load(tmp_path / "set", dataset_split="all")
+    assert shown(images) == [1, 1, 0] and images.labels.tolist() == [1, 1, 0]
+
+
+def test_names_of_several_folders_where_each_is_one_file(load, tmp_path):
+    folder = write(tmp_path / "set", "part1/0.png", "part2/1.png", "part2/2.png")
+    (folder / "metadata.csv").write_bytes(table([("2.png", 1), ("0.png", 0)]))
+    assert shown(load(folder)) == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "splits"),
+    [
+        ("split", ("train", "val", "train"), {"train": [0, 2], "validation": [1], "all": [0, 1, 2]}),
+        ("split", ("0", "1", "0"), {"train": [0, 1, 2]}),
+        ("is_train", ("1", "0", "1"), {"train": [0, 1, 2]}),
+    ],
+)
+def test_a_column_of_splits_is_used_or_told(column, values, splits, load, tmp_path):
+    folder = write(tmp_path / "set", "0.png", "1.png", "2.png")
+    rows = "".join(f"{number}.png,{value}\n" for number, value in enumerate(values))
+    (folder / "metadata.csv").write_text(f"file_name,{column}\n{rows}")
+    for split, numbers in splits.items():
+        images = load(folder, dataset_split=split)
+        assert shown(images) == numbers
+        told = [f"the column {column!r} is not used: the rows of all its values are trained on"]
+        assert said(images) == told if len(numbers) == 3 else "in the column 'split' (1 images) are splits" in said(images)[0]
+
+
+def test_masks_beside_their_images_are_left_out(load, tmp_path):
+    folder = write(tmp_path / "set", "0.png", "0-masklabel.png", "1.png", "1_mask.png", "2_mask.png")
+    images = load(folder)
+    assert shown(images) == [0, 1, 2] and said(images) == ["3 of 5 files used: 2 masks of other images"]
+
+
+def test_a_folder_that_datasets_takes_for_several_kinds(load, tmp_path):
+    for part in ("train", "valid"):
+        write(tmp_path / "set" / part, "0.png")
+        (tmp_path / "set" / part / "_annotations.coco.json").write_text('{"images": []}')
+    assert shown(load(tmp_path / "set", "dataset_name")) == [0]
 
 
 def test_a_table_beside_an_archive_made_on_windows(load, tmp_path):
@@ -277,6 +338,24 @@ def test_pixels_with_damaged_exif_are_used(damage, load, tmp_path):
     assert np.array_equal(pixels[0], pixels[1])
 
 
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_without_its_end_is_used_if_no_pixel_is_missing(progressive, load, tmp_path):
+    (tmp_path / "set").mkdir()
+    file, path = io.BytesIO(), tmp_path / "set" / "0.jpg"
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 40), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "JPEG", quality=95, progressive=progressive)
+    whole = file.getvalue()
+    for cut in (0, 2, 40, 400):
+        path.write_bytes(whole[: len(whole) - cut])
+        if cut == 0:
+            expected = load(tmp_path / "set").fetch([0])
+        elif cut == 2 and not progressive:
+            assert np.array_equal(load(tmp_path / "set").fetch([0]), expected)
+        else:
+            with pytest.raises(UserError, match=r"cannot decode the image .*0\.jpg"):
+                load(tmp_path / "set")
+
+
 def test_each_orientation_is_that_of_pillow(load, tmp_path):
     (tmp_path / "set").mkdir()
     image, exif, expected = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)), Image.Exif(), []
@@ -295,6 +374,7 @@ def test_each_orientation_is_that_of_pillow(load, tmp_path):
         ("Metadata.CSV", "file_name,label\n1.png,1\n0.png,0\n"),
         ("metadata.csv", "sep=;\r\nfile_name;label\r\n1.png;1\r\n0.png;0\r\n"),
         ("metadata.csv", "File Name, label\n1.png,1\n0.png,0\n"),
+        ("metadata.csv", "\n\nfile_name;label\n1.png;1\n0.png;0\n"),
         ("metadata.csv", '"filename","text","label"\n1.png,"a; b; c",1\n0.png,"""x""",0\n'),
         ("metadata.jsonl", '[{"file_name": "1.png", "label": 1},\n {"file_name": "0.png", "label": 0}]'),
     ],
@@ -315,11 +395,26 @@ def test_metadata_above_the_images_in_an_archive(load, tmp_path):
     assert shown(load(tmp_path / "a.zip")) == [1, 0]
 
 
+def test_what_is_no_table_is_told(load, tmp_path):
+    folder = write(tmp_path / "set", "0.png")
+    for content, why in (
+        (b"PK\3\4", "it is a spreadsheet"),
+        (b"file_name,a,a\n0.png,1,2\n", "two of its columns have the same"),
+    ):
+        (folder / "metadata.csv").write_bytes(content)
+        with pytest.raises(UserError, match=why):
+            load(folder)
+    (folder / "metadata.csv").write_bytes("file_name\n狗.png\n".encode("gbk"))
+    with pytest.raises(UserError, match=r"not there: .*; metadata\.csv was read as Windows-1252"):
+        load(folder)
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize(("mark", "suffix"), [(",", ".csv"), (";", ".csv"), ("	", ".tsv"), ("|", ".tsv")])
-@pytest.mark.parametrize("column", ["image_path", "Datei"])
+@pytest.mark.parametrize("column", ["image_path", "Datei", "sep="])
 def test_tables_of_paths_in_any_dialect(suffix, encoding, mark, column, load, tmp_path):
     write(tmp_path, "set/0.png", "set/1.png")
+    column = f"sep={mark}\nimage" if column == "sep=" else column
     rows = f"{column}{mark}label\nset/1.png{mark}ä\nset/0.png{mark}b\nset/1.png{mark}ä\nset/1.png{mark}b\n"
     (tmp_path / f"t{suffix}").write_bytes(rows.encode(encoding))
     images = load(tmp_path / f"t{suffix}", "dataset_name", cache_images="no")
@@ -337,7 +432,11 @@ def test_a_table_without_a_row_of_names_is_told(load, tmp_path):
     [
         (("images/0.png", "masks/0.png"), "the folders images, masks become classes: if some are no images"),
         (("pets/cat/0.png", "wild/fox/1.png"), "the folders cat, fox become classes, and pets, wild do not"),
-        (("00000/0.png", "01000/1.png", "02000/2.png"), "the numbered folders 00000 to 02000 are equally large"),
+        (("00000/0.png", "01000/1.png", "02000/2.png"), "the numbered folders 00000 to 02000 look like parts of one set"),
+        (("2023-01-31/0.png", "2023-02-01/1.png"), "the numbered folders 2023-01-31 to 2023-02-01 become classes"),
+        (("a0/0.png", "3f/1.png"), "the numbered folders 3f to a0 become classes"),
+        (("JPEGImages/0.png", "SegmentationClass/1.png"), "the folders JPEGImages, SegmentationClass become classes: if some"),
+        (("10_dog/0.png", "5_cat/1.png"), "the numbers before 10_dog, 5_cat are taken for repeats, and not used"),
     ],
 )
 def test_folders_that_may_be_no_classes_are_told(names, note, load, tmp_path):

@@ -1,6 +1,8 @@
 """Columns of images as people have them: right pixels packed, not packed and streamed, and the doctor reads the same."""
 
+import ast
 import base64
+import json
 import os
 import re
 from pathlib import Path
@@ -74,6 +76,14 @@ COLORED = {
     "base64 for addresses": column([code.translate(str.maketrans("+/", "-_")).rstrip("=") for code in CODES]),
     "base64 in lines": column([base64.encodebytes(file).decode() for file in FILES], pa.large_string()),
     "base64 in a list": column([[code] for code in CODES]),
+    "base64 as bytes": column([code.encode() for code in CODES]),
+    "base64 after its name": column([f"base64,{code}" for code in CODES]),
+    "hex": column([file.hex() for file in FILES]),
+    "hex of a database": column([f"\\x{file.hex()}" for file in FILES], None, "anything"),
+    "HTML": column([f'<p><img width=8 src="data:image/png;base64,{code}"/></p>' for code in CODES]),
+    "Markdown": column([f"![a cat]({name})" for name in NAMES]),
+    "bytes as numbers": column([list(file) for file in FILES]),
+    "nested numbers as text": column([str(image.tolist()) for image in COLOR]),
     "data URI": column([f"data:image/png;base64,{code}" for code in CODES], None, "anything"),
     "file URI": uris(Path.as_uri),
     "file URI, not quoted": uris("file://{}".format),
@@ -84,6 +94,7 @@ COLORED = {
 GRAYS = {
     "rows of bytes": column(GRAY.tolist(), pa.list_(pa.list_(pa.uint8()))),
     "one row of bytes": column(GRAY.reshape(6, -1).tolist(), pa.list_(pa.uint8(), 64), "pixels"),
+    "rows of numbers as text": column([str(image) for image in GRAY], None, "pixels"),
     "numbers as text": column([" ".join(map(str, image.ravel())) for image in GRAY], None, "pixels"),
     "pixel0": pixels([f"pixel{number}" for number in range(64)]),
     "pixel0 as int64": pixels([f"pixel{number}" for number in range(64)], None, pa.int64()),
@@ -91,7 +102,8 @@ GRAYS = {
     "1x1": pixels([f"{number // 8 + 1}x{number % 8 + 1}" for number in range(64)]),
     "sorted as text": pixels([f"p_{number}" for number in range(64)], sorted(range(64), key=str)),
 }
-RANGES = {"lists of numbers": [0, 255], "lists of floats": [0, 1], "numbers as text": [0, 255], "pixel0 as int64": [0, 255]}
+RANGES = {"nested numbers as text": [0, 255], "rows of numbers as text": [0, 255]}
+RANGES |= {"lists of numbers": [0, 255], "lists of floats": [0, 1], "numbers as text": [0, 255], "pixel0 as int64": [0, 255]}
 
 
 @pytest.fixture
@@ -151,6 +163,10 @@ def test_paths_begin_at_the_table_though_the_first_row_has_none(load):
 # What is in the column, and the expression that its message has.
 REFUSED = {
     "a list of 2": (column([[file, file] for file in FILES], pa.list_(pa.binary())), COLOR),
+    "a struct as JSON": (column([json.dumps({"bytes": code}) for code in CODES]), COLOR),
+    "bytes as Python writes them": (column([repr(file) for file in FILES]), COLOR),
+    "192 numbers, plane": (column([image.transpose(2, 0, 1).tobytes().hex() for image in COLOR]), COLOR),
+    "192 numbers, plane by": (column([" ".join(map(str, image.transpose(2, 0, 1).ravel())) for image in COLOR]), COLOR),
     "a struct of src, height": (column([{"src": code, "height": 8} for code in CODES]), COLOR),
     "plane by plane": (column(COLOR.transpose(0, 3, 1, 2).reshape(6, -1).tolist(), pa.list_(pa.uint8())), COLOR),
     "the 192 columns v0 to v191": (
@@ -170,7 +186,7 @@ def test_what_has_two_meanings_is_refused_with_the_line_that_turns_it(what, stre
         load(make, streaming=streaming)
     _, _, line = str(caught.value).partition("turn it: ")
     dataset = datasets.Dataset(make(tmp_path))
-    turned = eval(line.partition(".save_to_disk")[0], {"dataset": dataset, "np": np})
+    turned = eval(line.partition(".save_to_disk")[0], {"dataset": dataset, "np": np, "ast": ast, "json": json, "re": re})
     turned.save_to_disk(tmp_path / "turned")
     data_range = [0, 255] if "int64" in str(turned.features["image"]) else None
     paths = {"dataset_name": str(tmp_path / "turned"), "cache_dir": str(tmp_path / "cache")}
@@ -199,6 +215,12 @@ def test_what_is_no_image_is_named_without_its_content(cells, kind, options, mes
             load(column(cells, kind), streaming=streaming, **options)
         said = str(caught.value)
         assert said.count("\n") <= 1 and max(map(len, re.split(r"[\s(),]", said))) <= 100
+
+
+def test_columns_of_three_colors_are_not_taken_for_one(load):
+    colors = {f"{color}{n}": COLOR.reshape(6, 64, 3)[:, n, place] for n in range(64) for place, color in enumerate("rgb")}
+    with pytest.raises(UserError, match="the columns r#, g#, b# have a color each"):
+        load(lambda folder: pa.table(colors))
 
 
 def test_lists_that_are_no_images_are_not_taken_for_them(load):

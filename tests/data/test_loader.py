@@ -170,6 +170,12 @@ def test_without_shared_memory_the_process_reads_itself(place, free, said, image
     assert not started and said in capsys.readouterr().err
 
 
+def test_a_worker_that_cannot_hand_over_ends_the_run_with_one_line(images, monkeypatch):
+    monkeypatch.setattr(loader._Samples, "__getitems__", lambda samples, numbers: [lambda: 0])  # no pickle of it
+    with pytest.raises(UserError, match=r"a process that reads images ended: .*DataLoader worker.*\nif memory"):
+        micro_batches(images, num_workers=2)
+
+
 def with_damage(folder, rows, **options):
     """40 black images, of which these rows cannot be decoded."""
     for row in range(40):

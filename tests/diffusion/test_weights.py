@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+from safetensors.torch import load_file, save_file
 
 from utils.core.errors import UserError
 from utils.diffusion.pipelines import load_network
@@ -88,3 +89,31 @@ def test_other_files_are_named(pipeline, tmp_path):
     torch.save(RAW.state_dict(), tmp_path / "w" / "model.pt")
     with pytest.raises(UserError, match=r"weights without a config: model\.pt\n"):
         load_network(str(tmp_path / "w"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:2000]), r"its weights .*safetensors are damaged\n"),
+        (lambda file: file.write_bytes(b""), r"its weights .*safetensors are damaged\n"),
+        (
+            lambda file: changed(file, lambda name: f"module.{name}"),
+            r"lack \d+ tensors of the network, such as conv_in\.weight\n",
+        ),
+        (
+            lambda file: changed(file, lambda name: name.replace("conv_in.bias", "x")),
+            "lack 1 tensors .* such as conv_in.bias\n",
+        ),
+    ],
+)
+def test_weights_that_are_damaged_or_of_another_network_are_one_clear_line(damage, message, pipeline):
+    folder = pipeline()
+    damage(folder / "unet" / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_network(str(folder))
+    with pytest.raises(UserError, match=r"it is a file\nuse the folder"):
+        load_network(str(folder / "unet" / "diffusion_pytorch_model.safetensors"))
+
+
+def changed(file, rename):
+    save_file({rename(name): tensor for name, tensor in load_file(file).items()}, file)

@@ -11,6 +11,7 @@ _SAID = (  # by a library -> what it means, and what to do
     (r"available configs: \[(.*?)\]", "it has several configs\nset --dataset_config_name to one of {}"),
     (r"BuilderConfig (\S+) not found. Available: \[(.*?)\]", "it has no config '{}'\nset --dataset_config_name to one of {}"),
     (r"Unknown split \"?(.*?)\"?\. Should be one of \[(.*?)\]", "it has no split {}\nset --dataset_split to one of {}"),
+    (r"Unable to load weights from checkpoint file for '(.*?)'", "its weights {} are damaged\ndownload or make them again"),
     ("no file named (model_index.json) found", "it has no {}\nuse the folder of a finished run, or of another pipeline"),
 )
 

@@ -120,11 +120,14 @@ def refuse_launch() -> None:
 
 def refuse_lone_variables() -> None:
     """Raises UserError where a variable of a launcher is left over: the processes that it tells of are not there."""
-    told = {name: os.environ[name] for name in (*_SIZES, "RANK", "LOCAL_RANK") if name in os.environ}
+    told = {name: os.environ[name] for name in (*_SIZES, "RANK", "LOCAL_RANK", "MASTER_PORT") if name in os.environ}
     for name, value in told.items():
         if not value.removeprefix("-").isdecimal():
             raise UserError(f"the environment says {name}={value!r}, which is no number\nunset {name}")
-    several = [name for name in told if int(told[name]) > (1 if name in _SIZES else -1) and name != "RANK"]
+    size = max([1, *(int(told[name]) for name in _SIZES if name in told)])
+    if int(told.get("RANK", "0")) >= size:
+        raise UserError(f"the environment says RANK={told['RANK']}, of {size} in all\nunset RANK, or start with a launcher")
+    several = [name for name in told if name in (*_SIZES, "LOCAL_RANK") and int(told[name]) > (1 if name in _SIZES else -1)]
     if not several:
         return
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if several[0] in ("WORLD_SIZE", "LOCAL_RANK") else ("MASTER_ADDR",)
@@ -154,7 +157,8 @@ def said_while_waiting(after: float = 10.0, again: float = 60.0) -> Iterator[Non
         return
     names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
     told = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-    says, start, ended = os.environ.get("LOCAL_RANK", "0") == "0", time.monotonic(), threading.Event()
+    says = os.environ.get("LOCAL_RANK", "0") == "0" or not launcher_words()  # variables left over may be those of any process
+    start, ended = time.monotonic(), threading.Event()
     stops = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
     signals, numbers = socket.socketpair()  # to which the system writes the number of each signal
     numbers.setblocking(False)

@@ -91,12 +91,7 @@ class Autoencoder:
         """What a run keeps of it, by names in its options.json and its checkpoints; JSON. The scale has to be known."""
         mean, std = self.known_scale()
         shape = list(self.latent_shape)
-        return {
-            "vae.weights": self.fingerprint(),
-            "vae.latent_mean": mean,
-            "vae.latent_std": std,
-            "vae.latent_shape": shape,
-        }
+        return {"vae.weights": self.fingerprint(), "vae.latent_mean": mean, "vae.latent_std": std, "vae.latent_shape": shape}
 
     def fingerprint(self) -> str:
         """Hex string that changes with its class, its config or its weights."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from utils.core.errors import UserError
 
+_SPLIT_NAMES = ("split", "subset", "partition", "fold", "is_train")  # of columns that say what to train on
 LABEL_NAMES = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "cls", "target", "category")
 
 Labels = tuple[np.ndarray | None, list[str] | None, list[str]]  # as `find_labels` returns them
@@ -62,11 +63,15 @@ def find_labels(dataset: datasets.Dataset, requested: str | None = None) -> Labe
             [name for name in usual if is_number(features[name]) and "int" not in str(getattr(features[name], "dtype", ""))],
             [name for name in usual if getattr(features[name], "dtype", "") == "bool"],
         ]
+        first = {name for group in groups for name in group}
+        groups.append([name for name in usual if name not in first and not isinstance(features[name], datasets.Image)])
     notes: list[str] = []
     for group in groups:
         for name in group:
             column = dataset.select_columns([name]).with_format("arrow")[:].column(name)
             try:
+                if requested is None and _is_text(features[name]) and not _repeats(dataset, name):
+                    raise ValueError("its words hardly repeat (--label_column uses it)")
                 labels, class_names = _classes_of(column, features[name])
             except ValueError as error:
                 if requested is not None:
@@ -77,6 +82,13 @@ def find_labels(dataset: datasets.Dataset, requested: str | None = None) -> Labe
                 notes.append(f"label columns {', '.join(group)}: {name} is used (--label_column chooses)")
             return labels, class_names, [*notes, *_about(labels, class_names, name, features[name], requested)]
     return None, None, notes
+
+
+def about_splits(dataset: datasets.Dataset) -> list[str]:
+    """What a user should know of columns that seem to say which rows to train on."""
+    usual = dataset.select_columns([name for name in dataset.column_names if name.lower() in _SPLIT_NAMES]).with_format("arrow")
+    several = [name for name in usual.column_names if len(usual[:].column(name).unique()) > 1]
+    return [f"the column {name!r} is not used: the rows of all its values are trained on" for name in several]
 
 
 def usual_labels(features: Iterable[str]) -> list[str]:
@@ -93,6 +105,8 @@ def _about(labels: np.ndarray, class_names: list[str] | None, name: str, feature
     if class_names is not None and not isinstance(feature, datasets.ClassLabel) and (requested is None or is_number(feature)):
         choice = "" if requested is not None else " (--label_column chooses)"
         notes.append(f"the {len(class_names):,} values of the column {name!r} become classes{choice}")
+    if class_names is not None and 2 * classes < len(class_names):
+        notes.append(f"{len(class_names) - classes:,} of the {len(class_names):,} classes of {name!r} have no image")
     if classes > _SEVERAL and classes * _FEW > len(labels) - without:
         notes.append(
             f"warning: {classes:,} classes for {len(labels) - without:,} images: few can be learned of so few images each"
@@ -110,22 +124,24 @@ def number_type(feature: object) -> str | None:
 
 
 def is_number(feature: object) -> bool:
-    """Whether values are numbers, or lists of them."""
+    """Whether values are numbers, or lists of them or of booleans."""
+    kinds = "int|float|decimal"
     if isinstance(feature, (datasets.List, datasets.LargeList)):
-        feature = feature.feature
-    return isinstance(feature, datasets.Value) and ("int" in feature.dtype or "float" in feature.dtype)
+        feature, kinds = feature.feature, f"{kinds}|bool"
+    return isinstance(feature, datasets.Value) and re.search(kinds, feature.dtype) is not None
 
 
 def _classes_of(column: Any, feature: object) -> tuple[np.ndarray, list[str] | None]:
     """Labels and names of classes as `find_labels` returns them. Raises ValueError, saying why they are none."""
+    cells: list[Any] = column.to_pylist()
+    if isinstance(feature, (datasets.List, datasets.LargeList)) and all(len(cell or ()) <= 1 for cell in cells):
+        cells, feature = [cell[0] if cell else None for cell in cells], feature.feature
     if is_number(feature) or isinstance(feature, datasets.ClassLabel):
-        cells: list[Any] = column.to_pylist()
         values = whole_numbers(cells)
         known = values != -1
     elif _is_text(feature) or (isinstance(feature, datasets.Value) and feature.dtype == "bool"):
-        cells = column.to_pylist()
-        known = np.array([cell is not None for cell in cells])
-        values = np.array([str(cell) for cell in cells])
+        values = np.array([str(cell).strip() for cell in cells])
+        known = np.array([cell is not None and str(cell).strip() != "" for cell in cells])
     else:
         raise ValueError(f"{_type_name(feature)} values cannot be labels (numbers, strings and booleans can)")
     if not known.any():
@@ -139,8 +155,8 @@ def whole_numbers(cells: list[Any]) -> np.ndarray:
     """Returns int64 [N]: the number in each cell, or in its list as `_of_lists` reads it; -1 for none. Raises ValueError."""
     single: list[Any] = _of_lists(cells) if any(isinstance(cell, list) for cell in cells) else cells
     known = [-1 if cell is None or cell != cell else cell for cell in single]  # NaN is not itself
-    if (odd := next((cell for cell in known if cell != int(cell)), None)) is not None:
-        raise ValueError(f"{odd:g} is no class (whole numbers are)")
+    if (odd := next((cell for cell in known if abs(cell) >= 2**63 or cell != int(cell)), None)) is not None:
+        raise ValueError(f"{odd:g} is no class (whole numbers below 2^63 are)")
     return np.array(known, np.int64)
 
 
@@ -171,5 +187,6 @@ def _repeats(dataset: datasets.Dataset, name: str) -> bool:
     """Whether a column of strings has at most half as many distinct values as rows."""
     if not _is_text(dataset.features[name]):
         return False
-    values = dataset.select_columns([name]).with_format("arrow")[:].column(name).drop_null()
-    return 0 < 2 * len(values.unique()) <= len(values)
+    cells = dataset.select_columns([name]).with_format("arrow")[:].column(name).drop_null().to_pylist()
+    words = [cell.strip() for cell in cells if cell.strip()]
+    return 0 < 2 * len(set(words)) <= len(words)

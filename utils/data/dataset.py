@@ -22,7 +22,7 @@ from utils.data.bad_images import BadImage, BadImages, UndecodableImage
 from utils.data.block_cache import BlockCache
 from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
 from utils.data.color_modes import background_color
-from utils.data.columns import find_labels
+from utils.data.columns import about_splits, find_labels
 from utils.data.decode import ImagePreparation, Range, cut, describe_remarks, header_of
 from utils.data.image_column import EncodedImages, find_image_column
 from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used, size_of
@@ -363,7 +363,7 @@ def _open_table(options: DataOptions) -> _Source:
     key = opened.key
     if opened.base is not None and not is_address(opened.base) and (named := files.files_key()):
         key = f"{key} {named}"
-    about = (key, opened.description, ", ".join(columns), [*opened.notes, *notes, *label_notes])
+    about = (key, opened.description, ", ".join(columns), [*opened.notes, *notes, *about_splits(dataset), *label_notes])
     return _Source(files, labels, class_names, *about, opened.dataset, _range_of(files, options))
 
 

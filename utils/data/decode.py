@@ -45,6 +45,7 @@ _NO_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)  # no
 _OTHERS = {  # how they begin
     b"\x93NUMPY": "it is an array of numpy: turn it by np.load(io.BytesIO(row))",
     b"\x1f\x8b": "it is compressed: turn it by gzip.decompress(row)",
+    b"\x78\x9c": "it is compressed: turn it by zlib.decompress(row)",
     b"\x80\x04": "it is a pickle: load it yourself, and save images",
     b"\x80\x05": "it is a pickle: load it yourself, and save images",
     b"%PDF": "it is a PDF: render its pages",
@@ -180,7 +181,7 @@ class ImagePreparation:
         levels = ((values - low) * (self.max_value / (high - low))).astype(np.float32)
         planes = self._resized([Image.fromarray(plane) for plane in levels.transpose(2, 0, 1)])
         pixels = np.rint(np.stack([np.asarray(plane) for plane in planes])).clip(0, self.max_value)
-        deep = array.dtype.itemsize > 1 and self.max_value == 255
+        deep = array.dtype.itemsize > 1 and (array.dtype.kind == "f" or high - low > 255) and self.max_value == 255
         return self._cut(pixels.astype(self.blank().dtype)), ["deep"] if deep else []
 
     def _resized(self, planes: list[Image.Image]) -> list[Image.Image]:
@@ -213,7 +214,8 @@ def _opened(file: ImageFile, loaded: bool = False) -> Iterator[Image.Image]:
     except Exception as error:
         if _of_machine(error):
             raise
-        pixels = _only_pixels(source.getvalue() if isinstance(source, io.BytesIO) else Path(source).read_bytes())
+        data = source.getvalue() if isinstance(source, io.BytesIO) else Path(source).read_bytes()
+        pixels = _only_pixels(data) or _ended(data)
         if pixels is None:
             raise
         image = opened(io.BytesIO(pixels))
@@ -233,6 +235,19 @@ def _only_pixels(data: bytes) -> bytes | None:
         place = end
     found = b"".join(kept)
     return None if len(found) == len(data) else found
+
+
+def _ended(data: bytes) -> bytes | None:
+    """A JPEG with the marker of its end; None where pixels are missing, too, which depend on what is put before it."""
+    if not data.startswith(b"\xff\xd8\xff"):
+        return None
+    made = []
+    for further in (b"", b"\xa5" * 64):
+        with Image.open(io.BytesIO(data + further + b"\xff\xd9"), formats=("JPEG",)) as image:
+            if "progressive" in image.info:  # of which a whole pass over the pixels may be missing
+                return None
+            made.append(np.asarray(image))
+    return data + b"\xff\xd9" if np.array_equal(made[0], made[1]) else None
 
 
 def _instead(file: ImageFile) -> str:

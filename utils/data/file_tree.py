@@ -20,6 +20,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 from pyarrow import compute, csv, parquet
@@ -32,6 +33,7 @@ from utils.data.stored_files import ARCHIVES, forget_archives, is_address, list_
 
 _NAMES = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.parquet")
 _CLASSES = "dataset.json"  # {"labels": [["00000/img00000000.png", 6], ...]}
+_MASK = re.compile(r"[-_.](mask(label)?|condlabel|seg(mentation)?|depth|matte|trimap)$", re.IGNORECASE)  # ends such a stem
 ABOUT_IMAGES = {"metadata", "dataset"}  # stems of such files
 MARKS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}  # between the columns
 ENCODINGS = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252"}
@@ -67,9 +69,11 @@ class FileTree:
         return digest.hexdigest()
 
     def images(self) -> list[str]:
-        """Returns the names of the files with a suffix of images, sorted."""
+        """Returns the names of the files with a suffix of images, sorted; not of the masks of others."""
         suffixes = image_suffixes()
-        return sorted(name for name in self.paths if suffix_of(name) in suffixes)
+        stems = {name: posixpath.splitext(name)[0] for name in sorted(self.paths) if suffix_of(name) in suffixes}
+        own = set(stems.values())
+        return [name for name, stem in stems.items() if (main := _MASK.sub("", stem)) == stem or main not in own]
 
     def add_folder(self, folder: str, prefix: str = "", above: tuple = ()) -> None:
         """Adds what lies below `folder`, with `prefix` before the names. Raises UserError for what cannot be read."""
@@ -106,7 +110,7 @@ class FileTree:
         kind = kind or suffix_of(path)[1:]
         self._stamp(prefix, os.stat(path))
         for member in sorted(list_archive(kind, path)):
-            name = posixpath.normpath(member.replace("\\", "/") if kind == "zip" else member).lstrip("/")  # by Windows
+            name = posixpath.normpath(member.replace("\\", "/")).lstrip("/")  # by Windows
             if not any(part.startswith("__") for part in name.split("/")[:-1]):
                 self._add(prefix + name, f"{kind}://{member}::{path}")
         forget_archives()
@@ -172,22 +176,27 @@ class FolderTable:
                 f"the metadata files in {source} have columns of different types: {one_line(error)}\n"
                 "give equal columns equal types"
             ) from error
-        names = self._resolved(self.table["file_name"].to_pylist())
+        names = self._resolved([table["file_name"].to_pylist() for table in tables])
         place = self.table.column_names.index("file_name")
         self.table = self.table.set_column(place, "file_name", pa.array(names, pa.string()))
 
     def _tables(self) -> list[Any]:
-        tables, paths = [], sorted(self._tree.paths)
-        found = [name for name in paths if posixpath.basename(name).lower() in _NAMES]
-        named = [name for name in paths if posixpath.basename(name) == _CLASSES and not found]
+        tables, found = [], dict[str, str]()  # one of each folder
+        for kind in _NAMES:
+            for name in sorted(self._tree.paths):
+                if posixpath.basename(name).lower() == kind:
+                    found.setdefault(posixpath.dirname(name), name)
+        named = [name for name in sorted(self._tree.paths) if posixpath.basename(name) == _CLASSES and not found]
         classes = {name: pairs for name in named if (pairs := self._labels(name))}
-        for name in found or classes:
+        for name in sorted(found.values()) or classes:
             path = self._tree.paths[name]
             try:
                 table = self._read(name, path, classes)
                 if "file_name" not in table.column_names:
                     table = table.rename_columns([_usual(column) for column in table.column_names])
                 files = table["file_name"].to_pylist()
+                if len({*table.column_names}) < len(table.column_names):
+                    raise ValueError("two of its columns have the same name")
             except KeyError:
                 raise UserError(
                     f"{path} has no column file_name\n"
@@ -196,9 +205,10 @@ class FolderTable:
             except Exception as error:  # pyarrow has many
                 raise UserError(f"cannot read {path}: {one_line(error)}\nrepair or remove this file") from error
             # Paths that begin at the root, here or on another machine, have other folders before those of the files.
-            files = [None if file is None else str(file).replace("\\", "/").lstrip("/") for file in files]
+            files = [file and re.sub("^(file:(//[^/]*)?)?/*", "", str(file).replace("\\", "/")) for file in files]
+            folder = posixpath.dirname(name)
             for row, file in enumerate(files):
-                if not file or is_address(file) or posixpath.normpath(file).startswith(".."):
+                if not file or is_address(file) or posixpath.normpath(posixpath.join(folder, file)).startswith(".."):
                     shown = file and shortened(file)
                     raise UserError(
                         f"{path}, row {row}: file_name is {shown!r}, which is not a file in the same folder\n"
@@ -207,7 +217,7 @@ class FolderTable:
             files = [posixpath.normpath(file) for file in files if file]
             self.paths += [_sibling(path, file) for file in files]
             self.files.append(name)
-            files = [posixpath.join(posixpath.dirname(name), file) for file in files]
+            files = [posixpath.normpath(posixpath.join(folder, file)) for file in files]
             tables.append(table.set_column(table.column_names.index("file_name"), "file_name", pa.array(files, pa.string())))
         return tables
 
@@ -226,17 +236,17 @@ class FolderTable:
             self.notes.append(f"the classes are those of {name}")
             return pa.table(dict(zip(("file_name", "label"), map(list, zip(*classes[name])))))
         data, suffix = _bytes(path), suffix_of(name)
-        if suffix == ".parquet":
+        if suffix == ".parquet" or data.startswith(b"PAR1"):
             return parquet.read_table(io.BytesIO(data))
-        if suffix == ".jsonl" and data.lstrip().startswith(b"["):  # an array, as pandas writes it
-            return pa.Table.from_pylist(json.loads(data))
-        if suffix == ".jsonl":
-            return lines.read_json(io.BytesIO(data), read_options=lines.ReadOptions(block_size=len(data) + 1))
-        return self._read_csv(name, data)
-
-    def _read_csv(self, name: str, data: bytes) -> Any:
+        if data.startswith(b"PK"):
+            raise ValueError("it is a spreadsheet: save it as CSV")
         text, encoding = decoded_text(data)
-        text = re.sub(r"\Asep=.\r?\n", "", text)  # by which a spreadsheet knows the mark
+        if suffix == ".jsonl" and text.lstrip().startswith("["):  # an array, as pandas writes it
+            return pa.Table.from_pylist(json.loads(text))
+        if suffix == ".jsonl":
+            data = text.encode()
+            return lines.read_json(io.BytesIO(data), read_options=lines.ReadOptions(block_size=len(data) + 1))
+        text = re.sub(r"\A[\r\n]*(sep=.\r?\n)?", "", text)  # by which a spreadsheet knows the mark
         mark = mark_of(text.split("\n", 1)[0])
         if encoding or mark != ",":
             how = f"as {ENCODINGS[encoding]} " if encoding else ""
@@ -251,15 +261,18 @@ class FolderTable:
                 table = table.set_column(place, table.column_names[place], filled)
         return table
 
-    def _resolved(self, names: list[str]) -> list[str]:
-        """Those of the files that are meant; `paths` follows."""
+    def _resolved(self, tables: list[list[str]]) -> list[str]:
+        """The names of all tables, as the files that are meant have them; `paths` follows."""
+        names = [name for part in tables for name in part]
         exact = set(names) & self._tree.paths.keys()
-        unknown = [name for name in dict.fromkeys(names) if name not in exact]
         images = [image for image in self._tree.images() if image not in exact]
-        folders = [posixpath.dirname(name) for name in (*unknown, *images)]
-        above = f"{posixpath.commonpath(folders)}/".lstrip("/") if unknown else ""  # stands before all of them
-        meant = _meant([name.removeprefix(above) for name in unknown], [image.removeprefix(above) for image in images])
-        resolved = {above + name: above + image for name, image in meant.items()}
+        resolved: dict[str, str] = {}
+        for file, part in zip(self.files, tables):
+            if unknown := [name for name in dict.fromkeys(part) if name not in exact]:
+                near = [image for image in images if image.startswith(posixpath.join(posixpath.dirname(file), ""))] or images
+                above = f"{posixpath.commonpath(map(posixpath.dirname, (*unknown, *near)))}/".lstrip("/")  # before all of them
+                meant = _meant([name.removeprefix(above) for name in unknown], [image.removeprefix(above) for image in near])
+                resolved |= {above + name: above + image for name, image in meant.items()}
         if resolved:
             name, image = next(iter(resolved.items()))
             shown = f"{name} means {image}" + ", ..." * (len(resolved) > 1)
@@ -292,13 +305,15 @@ def _usual(column: str) -> str:
 
 
 def _parts(name: str) -> tuple[str, ...]:
-    """The folders of a name and its stem, in one form of their letters."""
-    return tuple(unicodedata.normalize("NFC", posixpath.splitext(name)[0]).casefold().split("/"))
+    """The folders of a name and its stem, in one form of their letters; an archive as the folder that it counts as."""
+    plain = unicodedata.normalize("NFC", unquote(posixpath.splitext(name)[0])).casefold()
+    return tuple(part.strip().removesuffix(".zip").removesuffix(".tar") for part in plain.split("/"))
 
 
 def _meant(names: list[str], images: list[str]) -> dict[str, str]:
     """Name -> the one image whose path is the same but for case, suffix and the form of its letters, or the same after the
-    folders that stand before all of them, or before none. A file that two names could mean is meant by none."""
+    folders that stand before all of them, or before none, or, where each name has such an image, after any. A file that two
+    names could mean is meant by none."""
     whole: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     ends: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for image in images:
@@ -320,7 +335,7 @@ def _meant(names: list[str], images: list[str]) -> dict[str, str]:
                 folders.add((more > 0, path[:more] if more > 0 else own[:-more]))
             if (other := _alike(name, others)) is not None:
                 moved[name] = other
-    found = alike | (moved if len(folders) == 1 else {})
+    found = alike | (moved if len(folders) == 1 or len(alike) + len(moved) == len(names) else {})
     times = Counter(found.values())
     return {name: image for name, image in found.items() if times[image] == 1}
 

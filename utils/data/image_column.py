@@ -36,7 +36,18 @@ _LONGEST, _LONGEST_NAME = 4096, 255  # characters of a path, and of a file's nam
 _SHOWN = 100  # characters of a cell in a message
 _SMALLEST = 16  # values of an image, and characters of base64 that tell its format
 _HEAD = 64  # characters of base64 that are looked at
-_NUMBERS = re.compile(rf"[\[(\s]*\d+(?:[\s,;]+\d+){{{_SMALLEST - 1},}}[\])\s]*")
+_NUMBERS = re.compile(rf"[\[(\s]*\d+(?:[\s,;\[\]]+\d+){{{_SMALLEST - 1},}}[\])\s]*")
+_HEX = re.compile(r"(?:0x|\\x)?((?:[\da-fA-F]{2})+)")
+_QUOTED = re.compile(
+    r"""\s*<(?:.*?<)?img\b[^>]*?\bsrc\s*=\s*(["'])(?P<html>.*?)\1.*|!\[.*?\]\((?P<markdown>.*)\)|base64,(?P<data>.*)""",
+    re.DOTALL,
+)
+_OTHER_TEXTS = {  # how they begin: what they are, and what makes an image of them
+    ("b'", 'b"'): ("bytes as Python writes them", "ast.literal_eval(cell)"),
+    ("{",): ("a struct as JSON", "json.loads(cell)"),
+    ("<",): ("HTML, XML or SVG without the source of an image", None),
+}
+_SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 FirstCell = Callable[[str], object]  # name of a column -> its first cell that is not empty
 
 
@@ -149,6 +160,10 @@ def _pixel_columns(dataset: datasets.Dataset) -> list[str]:
         if is_number(feature) and kind_of(feature) is None and name.lower() not in LABEL_NAMES:
             alike[re.sub(r"\d+", "#", name)].append(name)
     names = max(alike.values(), key=len, default=[])
+    if len(names) >= _PIXELS and [*map(len, alike.values())].count(len(names)) == 3:  # r0, g0, b0, r1, ...
+        largest = ", ".join(kind for kind, some in alike.items() if len(some) == len(names))
+        three = NoImage("a color each", three_planes(math.isqrt(len(names)))[1])
+        raise _refusal(f"the columns {largest} have", three, "[row[name] for name in NAMES]")
     numbers = {name: [int(number) for number in re.findall(r"\d+", name)] for name in names}
     spans = [range(min(axis), max(axis) + 1) for axis in zip(*numbers.values())]
     if not spans or math.prod(map(len, spans)) != len(names):  # sensors, or values that were taken for names
@@ -298,16 +313,18 @@ def content_of(cell: object, feature: object) -> bytes | str | np.ndarray | None
         return _of_text(cell)
     if isinstance(cell, dict):
         if cell.get("bytes") is not None or isinstance(feature, datasets.Image):
-            return cell["bytes"] if cell["bytes"] is not None else _of_text(cell["path"]) if cell["path"] else None
+            return content_of(cell["path"] if cell["bytes"] is None else cell["bytes"], None)
         field = "path" if cell.get("path") else _field(feature) if isinstance(feature, dict) else None
         if field is None:
             raise NoImage(f"a struct of {', '.join(cell)}", f"cell[{next(iter(cell))!r}]")
         return content_of(cell[field], feature[field])  # type: ignore[index]
     if not isinstance(cell, list):
-        return cell  # type: ignore[return-value]
+        return _of_bytes(cell)
     if isinstance(feature, (datasets.Array2D, datasets.Array3D)) or (dtype := number_type(feature)):
         try:
-            return _shaped(np.array(cell, feature.dtype if hasattr(feature, "dtype") else dtype))
+            values = np.array(cell, feature.dtype if hasattr(feature, "dtype") else dtype)
+            is_file = values.ndim == 1 and bytes(values[:_SMALLEST].astype(np.uint8)).startswith(_SIGNATURES)
+            return values.astype(np.uint8).tobytes() if is_file else _shaped(values)
         except (TypeError, ValueError) as error:
             raise error if isinstance(error, NoImage) else NoImage("lists of different lengths, or without numbers") from None
     if len(cell) > 1:
@@ -315,7 +332,8 @@ def content_of(cell: object, feature: object) -> bytes | str | np.ndarray | None
     return content_of(cell[0], feature.feature)  # type: ignore[attr-defined]
 
 
-def _shaped(values: np.ndarray) -> np.ndarray:
+def _shaped(values: np.ndarray, cell: str = "cell") -> np.ndarray:
+    """An image of the values of one; `cell`: how Python writes them. Raises NoImage."""
     while values.ndim > 3 and len(values) == 1:
         values = values[0]
     if values.ndim in (2, 3):
@@ -325,14 +343,19 @@ def _shaped(values: np.ndarray) -> np.ndarray:
         return values.reshape(side, side)
     sizes = "x".join(map(str, values.shape))
     if values.ndim == 1 and values.size == 3 * side_of_color**2:
-        raise NoImage(*three_planes(side_of_color))
-    raise NoImage(f"{sizes} numbers", "np.reshape(cell, (HEIGHT, WIDTH, CHANNELS))")
+        raise NoImage(*three_planes(side_of_color, cell))
+    raise NoImage(f"{sizes} numbers", f"np.reshape({cell}, (HEIGHT, WIDTH, CHANNELS))")
 
 
-def three_planes(side: int) -> tuple[str, str]:
+def three_planes(side: int, cell: str = "cell") -> tuple[str, str]:
     """What a `NoImage` says of the numbers of a color image, which may be in two orders."""
-    turned = f"np.reshape(cell, (3, {side}, {side})).transpose(1, 2, 0)"
+    turned = f"np.reshape({cell}, (3, {side}, {side})).transpose(1, 2, 0)"
     return f"{3 * side * side} numbers, plane by plane (or pixel by pixel: reshape them to ({side}, {side}, 3))", turned
+
+
+def _of_bytes(data: Any) -> bytes:
+    """The file in a cell of bytes, which may be base64."""
+    return _decoded(data.decode()) if data[:_HEAD].isascii() and _is_encoded(data[: 2 * _HEAD].decode("latin-1")) else data
 
 
 def _of_text(text: str) -> bytes | str | np.ndarray:
@@ -348,7 +371,23 @@ def _of_text(text: str) -> bytes | str | np.ndarray:
         path = re.sub("^file:(//[^/]*)?", "", text)
         return path if os.path.exists(path) else unquote(path)
     if _NUMBERS.fullmatch(text):
-        return _shaped(np.array(re.findall(r"\d+", text), np.int64))
+        values, *depth = np.array(re.findall(r"\d+", text), np.int64), *re.findall(r"\[+", text)
+        sizes = [sum(len(one) >= level for one in depth) for level in range(len(depth[0]), 0, -1)] if depth else [1]
+        shape = [after // before for before, after in itertools.pairwise(sizes)]
+        return _shaped(values.reshape(*shape, -1), r"np.array(re.findall(r'\d+', cell), int)")
+    if found := _HEX.fullmatch(text):
+        data = bytes.fromhex(found[1])
+        if data.startswith(_SIGNATURES):
+            return data
+        if len(text) > _LONGEST_NAME:  # not the name of a file
+            return _shaped(np.frombuffer(data, np.uint8), "np.frombuffer(bytes.fromhex(cell), np.uint8)")
+    if os.path.lexists(text[:_LONGEST]):
+        return text
+    if found := _QUOTED.fullmatch(text):
+        return _of_text(next(filter(None, (found["html"], found["markdown"], found["data"])), ""))
+    for begins, (what, turned) in _OTHER_TEXTS.items():
+        if text.lstrip().startswith(begins):
+            raise NoImage(what, turned)
     is_name = is_address(text) or max(map(len, text.split("/"))) <= _LONGEST_NAME
     if (len(text) > _LONGEST or not is_name or "\n" in text.strip()) and not os.path.lexists(text):
         raise NoImage(f"text that is neither a path nor an image ({shortened(text)})")

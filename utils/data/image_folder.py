@@ -12,6 +12,7 @@ Rows are in the order of the metadata, else of the files' names. What is not use
 import posixpath
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import datasets
@@ -27,8 +28,12 @@ _SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 _LISTED, _SHOWN = 20, 5  # missing names, and folders, that a note has
+_SPLIT_COLUMN = "split"  # of metadata
+_REPEATS = re.compile(r"(\d+)_(.*\D.*)")  # 10_dog: each image 10 times, for a tool of fine-tuning
+_PARTS = re.compile(r"(part|shard|chunk|batch)[-_ ]?\d+", re.IGNORECASE)
+_NUMBERED = re.compile(r"[\d\W_]{2,}|[\da-f]{2,}|\d{3}[A-Z_]{5}")  # also dates, parts of hashes, folders of cameras
 _SPLIT_OF = {name: split for split, names in _SPLITS.items() for name in names}
-_MASKS = {"mask", "masks", "annotations", "labels", "segmentation", "depth"}  # images that are about others
+_MASKS = re.compile("mask|annotation|label|segment|depth|trimap|thumb|ground.?truth", re.IGNORECASE)  # about other images
 _HINTS = (
     dict.fromkeys((".heic", ".heif"), "needs pillow-heif")
     | dict.fromkeys((".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar"), "unpack it")
@@ -61,6 +66,9 @@ class ImageFolder:
         self._metadata = self._beside.table
         self._named = None if self._metadata is None else self._metadata["file_name"].to_pylist()
         rows = {name: self._rows(prefix) for name, prefix in self._prefixes.items()}
+        if list(rows) == ["train"] and "train" in (column := self._column_of_splits()) and "" not in column:
+            rows = {s: [row for row, own in zip(rows["train"], column) if own == s] for s in _SPLITS if s in column}
+            self._prefixes = {split: f"{split!r} in the column {_SPLIT_COLUMN!r}" for split in rows}
         try:
             parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows[name]) for name in rows})
         except (ValueError, AssertionError) as error:
@@ -69,7 +77,7 @@ class ImageFolder:
             ) from None
         used = {part.splitname for part in parts}
         shown = {name for split in used for _, name in rows[split]}
-        self.notes = self._describe({name: len(found) for name, found in rows.items()}, used, shown)
+        self.notes = self._describe(rows, used, shown)
         if not shown:
             raise UserError(f"{source} has no images" + "".join(f"; {note}" for note in self.notes) + "\ncheck the path")
         self._names = [name for part in parts for _, name in rows[part.splitname][part.from_ : part.to]]
@@ -98,6 +106,11 @@ class ImageFolder:
             base += f"{tops.pop()}/"
         return {"train": ""}
 
+    def _column_of_splits(self) -> list[str]:
+        """The split of each row of the metadata, "" where none is meant; [] where there is no such column."""
+        column = _SPLIT_COLUMN if self._metadata is not None and _SPLIT_COLUMN in self._metadata.column_names else None
+        return [_split_of(str(value)) for value in self._metadata[column].to_pylist()] if column else []
+
     def _rows(self, prefix: str) -> list[tuple[int, str]]:
         """(row of the metadata, name) of the images whose names begin with `prefix`."""
         names = self._images if self._named is None else self._named
@@ -117,18 +130,29 @@ class ImageFolder:
         dividing = {n: level for n, level in enumerate(levels, 1) if len(level) > 1}
         self._above = next((n for n, level in dividing.items() if not all(map(_split_of, level))), 0)  # cat/train, cat/val
         names = dividing.pop(self._above, [])
-        self.notes += _about_levels(names, list(dividing.values()))
+        self._repeats = _have_repeats(names)
+        if self._repeats:
+            shown, names = ", ".join(names[:_SHOWN]), sorted({_REPEATS.sub(r"\2", name) for name in names})
+            self.notes.append(f"the numbers before {shown} are taken for repeats, and not used: each image counts once")
+            names = names if len(names) > 1 else []
+        self.notes += _about_levels(names, [level for level in dividing.values() if level != names])
         counts = Counter(self._class_name(name) for split in used for _, name in rows[split]) if names else Counter()
-        if (are_parts := _are_parts(counts)) is not None:
-            self.notes.append(
-                f"the numbered folders {names[0]} to {names[-1]} "
-                + ("are equally large, as parts of a set are, and do not become classes" if are_parts else "become classes")
-            )
+        if (are_parts := _are_parts(counts, lambda: self._are_described(rows, used))) is not None:
+            what = "look like parts of one set, and do not become classes" if are_parts else "become classes"
+            self.notes.append(f"the numbered folders {names[0]} to {names[-1]} {what}")
         return None if are_parts or not names else {name: number for number, name in enumerate(names)}
 
     def _class_name(self, name: str) -> str:
         """The deepest folder that divides the images: of n01/images/a.png and n02/images/b.png, n01 and n02."""
-        return name.split("/")[-1 - self._above]
+        folder = name.split("/")[-1 - self._above]
+        return _REPEATS.sub(r"\2", folder) if self._repeats else folder
+
+    def _are_described(self, rows: dict[str, list[tuple[int, str]]], used: set[str]) -> bool:
+        """Whether beside each image, or beside each folder of them, is a file of its name, as downloads leave it."""
+        names = {name for split in used for _, name in rows[split]}
+        others = {posixpath.splitext(name)[0].removesuffix("_stats") for name in self._tree.paths.keys() - names}
+        folders = {name.rsplit("/", self._above)[0] for name in names} if self._above else {""}
+        return folders <= others or {posixpath.splitext(name)[0] for name in names} <= others
 
     def _table(self, rows: list[tuple[int, str]], classes: dict[str, int] | None) -> datasets.Dataset:
         try:
@@ -150,19 +174,20 @@ class ImageFolder:
         table = datasets.table.InMemoryTable(pa.table(columns))
         return datasets.Dataset(table.cast(features.arrow_schema), info=datasets.DatasetInfo(features=features))
 
-    def _describe(self, found: dict[str, int], used: set[str], shown: set[str]) -> list[str]:
+    def _describe(self, rows: dict[str, list[tuple[int, str]]], used: set[str], shown: set[str]) -> list[str]:
         """What is used, and what is left out and why."""
         notes = [*self._beside.notes]
-        if len(found) > 1:
-            counts = " and ".join(f"{self._prefixes[split]} ({found[split]:,} images)" for split in found)
-            chosen = " and ".join(split for split in found if split in used)
+        if len(rows) > 1:
+            counts = " and ".join(f"{self._prefixes[split]} ({len(found):,} images)" for split, found in rows.items())
+            chosen = " and ".join(split for split in rows if split in used)
             notes.append(f"{counts} are splits; used: {chosen} (--dataset_split chooses; all: everything)")
         elsewhere = tuple(prefix for split, prefix in self._prefixes.items() if split not in used)
         suffixes, left_out = image_suffixes(), Counter(self._tree.left_out)
-        for name in sorted(self._tree.paths.keys() - shown):
+        for name in sorted(self._tree.paths.keys() - {name for found in rows.values() for _, name in found}):
             if not name.startswith(elsewhere) and name not in self._beside.files:
                 suffix = suffix_of(name)
-                left_out["not in the metadata" if suffix in suffixes else suffix or "without a suffix"] += 1
+                about = "masks of other images" if self._metadata is None else "not in the metadata"
+                left_out[about if suffix in suffixes else suffix or "without a suffix"] += 1
         if left_out:
             hints = {reason: f" ({_HINTS[reason]})" for reason in left_out.keys() & _HINTS.keys()}
             listed = ", ".join(f"{count:,} {reason}{hints.get(reason, '')}" for reason, count in left_out.most_common())
@@ -185,20 +210,32 @@ def _about_levels(names: list[str], others: list[list[str]]) -> list[str]:
     listed = [", ".join(level[:_SHOWN]) for level in others]
     if not names:
         return [f"the folders {other} become no classes" for other in listed]
-    unused = [""] * bool(_MASKS & {name.lower() for name in names}) + [f", and {other} do not" for other in listed]
     become = f"the folders {', '.join(names[:_SHOWN])} become classes"
-    return [f"{become}{those}: if some are no images to train on, give another folder" for those in unused]
+    masks = [f"{become}: if some are no images to train on, give another folder"] * any(map(_MASKS.search, names))
+    return masks + [f"{become}, and {other} do not: a metadata.csv with file_name and label gives others" for other in listed]
 
 
-def _are_parts(counts: Counter[str]) -> bool | None:
+def _have_repeats(names: list[str]) -> bool:
+    """Whether the numbers before these names of folders are other ones than 0, 1, 2 and so on."""
+    found = [match for match in map(_REPEATS.fullmatch, names) if match]
+    numbers = sorted(int(match[1]) for match in found)
+    return len(found) == len(names) > 0 and numbers not in (list(range(len(names))), list(range(1, len(names) + 1)))
+
+
+def _are_parts(counts: Counter[str], are_described: Callable[[], bool]) -> bool | None:
     """Whether folders with so many images are parts of one set, filled one after the other; None if they are not numbered.
 
-    Those of well-known tools have numbers of five digits.
+    Those of well-known tools have numbers of five digits, and are equally large but where `are_described`.
     """
     names = sorted(counts)
-    if not names or not all(name.isdecimal() and len(name) > 1 and len(name) == len(names[0]) for name in names):
+    if names and all(map(_PARTS.fullmatch, names)):
+        return True
+    if not names or not all(map(_NUMBERED.fullmatch, names)):
         return None
+    if not all(name.isdecimal() and len(name) == len(names[0]) for name in names):
+        return False
     numbers, sizes = [int(name) for name in names], [counts[name] for name in names]
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1  # 00000, 01000 have 1,000 each
     follow = numbers == list(range(numbers[0], numbers[0] + step * len(numbers), step)) and numbers[0] in (0, 1)
-    return len(names[0]) >= 5 and follow and set(sizes[:-1]) == {sizes[0]} and sizes[-1] <= sizes[0]
+    alike = set(sizes[:-1]) == {sizes[0]} and sizes[-1] <= sizes[0]
+    return len(names[0]) >= 5 and follow and (alike or are_described())

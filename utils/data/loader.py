@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import multiprocessing
+import multiprocessing.queues
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from utils.core import randomness
-from utils.core.errors import UserError
+from utils.core.errors import UserError, one_line
 from utils.core.signals import STOP_SIGNALS, signals_held
 from utils.data.dataset import ImageSet
 from utils.data.latents import PackedLatents
@@ -302,8 +303,14 @@ def _lacks_shared_memory(num_workers: int, size: int) -> str | None:
 def _iterate(loader: DataLoader, images: ImageSet, size: int) -> Iterator[dict]:
     """`size`: of a micro-batch."""
     others = set(multiprocessing.active_children())
-    with signals_held():
-        iterator = iter(loader)
+    try:
+        with signals_held():
+            iterator = iter(loader)
+    except OSError as error:  # too many files or processes
+        reason = error.strerror or error
+        raise UserError(
+            f"cannot start {loader.num_workers} workers: {reason}\nset a smaller --dataloader_num_workers"
+        ) from error
     workers = [weakref.ref(child) for child in multiprocessing.active_children() if child not in others]
     if workers:
         # At exit Python ends its children by SIGTERM, which ours ignore, and waits for them for ever.
@@ -317,6 +324,11 @@ def _iterate(loader: DataLoader, images: ImageSet, size: int) -> Iterator[dict]:
             parts = {name: itertools.repeat(None) if of is None else of.split(size) for name, of in fetched.items()}
             for values in zip(*parts.values()):
                 yield dict(zip(parts, values))
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        hint = "if memory, or /dev/shm, is short, set a smaller --dataloader_num_workers, or 0"
+        raise UserError(f"a process that reads images ended: {one_line(error)}\n{hint}") from error
     finally:
         # Ends the workers now. In a cycle with a traceback, the garbage collector would first finalize the queues that
         # bring them the news, and then wait for them.
@@ -326,6 +338,8 @@ def _iterate(loader: DataLoader, images: ImageSet, size: int) -> Iterator[dict]:
 def _start_worker(worker_id: int, main_process: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    # A batch that cannot be handed over, as shared memory is full, would be waited for, for ever.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(lambda *_: os._exit(1))  # type: ignore[attr-defined]
     # The loader's own watchdog starts after this and takes whoever is the parent then for the main process: a worker
     # whose main process was killed while it started would wait for ever. (A fork server's children have another parent.)
     if multiprocessing.get_start_method() != "forkserver" and os.getppid() != main_process:

@@ -83,8 +83,8 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     try:
         builder, files = find_builder(options)
     except UserError:
-        if is_folder and not tables:
-            _open_image_folder(options, dataset_name)  # which says what is there instead
+        if is_folder and (images or not tables):  # without images, that says what is there instead
+            return dataclasses.replace(_open_image_folder(options, dataset_name), description=description)
         raise
     if is_folder and (builder.name == "imagefolder" or (images and builder.name not in _BUILDER_OF_SUFFIX.values())):
         return dataclasses.replace(_open_image_folder(options, dataset_name), description=description)
@@ -133,21 +133,19 @@ def find_builder(options: DataOptions) -> tuple[datasets.DatasetBuilder, list[Pa
     return builder, files
 
 
-def _dialect(path: str) -> dict[str, str]:
+def _dialect(path: str) -> dict[str, Any]:
     """What `datasets` has to know of a file of csv or tsv: what stands between the columns, and the encoding."""
     with open(path, "rb") as file:
         header = file.readline(_LONGEST_HEADER)
         header += file.read(len(header) % 2) if b"\0" in header[:4] else b""  # the rest of a \n of two bytes
     text, encoding = decoded_text(header)
-    return {"sep": mark_of(text)} | ({"encoding": encoding} if encoding else {})
+    named = re.match("sep=(.)", text)  # by which a spreadsheet knows the mark
+    dialect = {"sep": named[1], "skiprows": 1} if named else {"sep": mark_of(text)}
+    return dialect | ({"encoding": encoding} if encoding else {})
 
 
 def _described(options: DataOptions) -> str:
-    details = {
-        "config": options.dataset_config_name,
-        "split": options.dataset_split,
-        "revision": options.dataset_revision,
-    }
+    details = {"config": options.dataset_config_name, "split": options.dataset_split, "revision": options.dataset_revision}
     words = ", ".join(f"{name} {value}" for name, value in details.items() if value is not None)
     return f"{options.dataset_name} ({words})"
 
@@ -166,7 +164,7 @@ def _images_and_tables(folder: Path) -> tuple[int, int]:
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         parts = [os.path.splitext(name) for name in files if not name.startswith(".")]
         own = {stem for stem, suffix in parts if suffix.lower() in image_suffixes()}
-        beside = {suffix for stem, suffix in parts if stem in own}
+        beside = {suffix for stem, suffix in parts if stem in own} | ({".json"} if own else set())
         images += len([suffix for _, suffix in parts if suffix.lower() in image_suffixes()])
         about = ABOUT_IMAGES | set(folders)
         others = [(stem, suffix) for stem, suffix in parts if not about & {stem, stem.split("_")[0]}]
@@ -250,7 +248,8 @@ def _open_image_folder(options: DataOptions, folder: str) -> OpenedDataset:
     tree = scan(folder)
     images = ImageFolder(tree, folder, options.dataset_split)
     if options.on_bad_image == "fail" and (missing := images.missing(options.max_train_images)):
-        raise UserError(f"{missing}\nrepair the metadata, or use --on_bad_image replace")
+        how = "".join(f"; {note}" for note in images.notes if " was read as " in note)  # perhaps in a wrong encoding
+        raise UserError(f"{missing}{how}\nrepair the metadata, or use --on_bad_image replace")
     return OpenedDataset(images.dataset, tree.key(options.dataset_split), folder, images.notes)
 
 

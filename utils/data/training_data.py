@@ -54,13 +54,7 @@ class TrainingSamples:
     Raises UserError for `balanced_sampling` (every class equally often) without class labels.
     """
 
-    def __init__(
-        self,
-        images: ImageSet,
-        accelerator: Accelerator,
-        options: RunOptions,
-        encoded: Encoded | None = None,
-    ):
+    def __init__(self, images: ImageSet, accelerator: Accelerator, options: RunOptions, encoded: Encoded | None = None):
         if options.balanced_sampling and images.labels is None:
             raise UserError(
                 "--balanced_sampling needs class labels, and the data has none\n"

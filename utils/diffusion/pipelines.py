@@ -68,7 +68,7 @@ def load_unconditional(pipeline: str) -> tuple[UNet2DModel, dict]:
     if config.get("trained_betas") is not None:  # whatever number of timesteps stands beside them, there are so many
         config["num_train_timesteps"] = len(config["trained_betas"])
     if is_flow(config):
-        return _in_own_memory(loaded.unet.float()), flow_config(config, pipeline)
+        return _in_own_memory(loaded.unet, pipeline), flow_config(config, pipeline)
     if config.get("predict_epsilon") is False:  # what prediction_type was called until diffusers 0.9
         config["prediction_type"] = "sample"
     prediction_type = config.get("prediction_type", "epsilon")
@@ -78,7 +78,7 @@ def load_unconditional(pipeline: str) -> tuple[UNet2DModel, dict]:
             "supported\n"
             f"use a pipeline with a schedule of betas and one of {', '.join(PREDICTION_TYPES)}"
         )
-    return _in_own_memory(loaded.unet.float()), config
+    return _in_own_memory(loaded.unet, pipeline), config
 
 
 def _refuse_other_parts(pipeline: str, index: dict) -> None:
@@ -260,7 +260,7 @@ def _load_parts(pipeline: str, kind: str) -> tuple[UNet2DModel | EDM2UNet, dict]
     try:
         unet = network.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
         config = dict(scheduler.load_config(pipeline, subfolder="scheduler"))
-        return _in_own_memory(unet.float()), flow_config(config, pipeline) if is_flow(config) else config
+        return _in_own_memory(unet, pipeline), flow_config(config, pipeline) if is_flow(config) else config
     except UserError:
         raise
     except Exception as error:
@@ -275,10 +275,19 @@ def trained_bits(pipeline: str) -> int:
     return 8
 
 
-def _in_own_memory(unet: T) -> T:
-    """`unet` with each tensor in fresh memory. safetensors leaves them inside the mapped file, at any multiple of 4 bytes, and
-    kernels of some CPUs round otherwise there: the same weights shall give the same bits whatever file they come from."""
-    for tensor in (*unet.parameters(), *unet.buffers()):
+def _in_own_memory(unet: T, pipeline: str) -> T:
+    """`unet` in fp32, with each tensor in fresh memory. safetensors leaves them inside the mapped file, at any multiple of 4
+    bytes, and kernels of some CPUs round otherwise there: the same weights shall give the same bits, whatever their file.
+
+    Raises UserError where the file had not all of them.
+    """
+    missing = [name for name, tensor in unet.state_dict().items() if tensor.is_meta]
+    if missing:
+        raise UserError(
+            f"the weights of {pipeline} lack {len(missing):,} tensors of the network, such as {missing[0]}\n"
+            "use the weights that its config.json describes, under the names that diffusers gives them"
+        )
+    for tensor in (*unet.float().parameters(), *unet.buffers()):
         tensor.data = tensor.data.clone()
     return unet
 

@@ -32,6 +32,8 @@ def about_weights(pipeline: str) -> list[str]:
 def advice(pipeline: str) -> str | None:
     """Returns what a local folder has that is no pipeline, and what to do; None where it has no weights, or is a pipeline."""
     folder = Path(pipeline)
+    if folder.is_file():
+        return "it is a file\nuse the folder of a pipeline, with its model_index.json"
     networks = _networks(folder)
     if (folder / "config.json").is_file() and (folder.parent / "model_index.json").is_file():
         return f"it is one part of a pipeline\nuse the folder above: {folder.parent}"

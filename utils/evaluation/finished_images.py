@@ -30,7 +30,8 @@ class FinishedImages:
 
     def __init__(self, folder: Path, channels: int | None = None):
         if not folder.is_dir():
-            raise UserError(f"--images {folder}: no such folder\ncheck the path")
+            what = "is no folder\nunpack it, or give a folder" if folder.exists() else "no such folder\ncheck the path"
+            raise UserError(f"--images {folder}: {what}")
         tree = FileTree(str(folder), opens_archives=False)
         tree.add_folder(str(folder))
         files = [Path(tree.paths[name]) for name in tree.images()]

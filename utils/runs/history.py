@@ -84,7 +84,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _record(line: bytes) -> dict | None:
     try:
         record = _from_json(json.loads(line))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
