@@ -17,6 +17,7 @@ MOST_SIGNAL = 0.85  # the same where the network is told much of each image besi
 MANY_NUMBERS = 16  # of one sample's condition: more than a class or a size says
 NO_SIGNAL = 0.01  # the share below which nothing of the image is left
 TOO_MANY = 0.4  # of a table's rows without any image
+FEWEST_ROWS, OF_BETAS = 12, 1e-4  # usual betas leave 4e-5 at most, and straight paths 1e-3 at least
 WIDE = 0.1  # of the shares: in a smaller range each path looks like another one
 SECOND_NOISE = 0.3  # of the clean image: an encoder's latents have some hundredths
 
@@ -126,6 +127,27 @@ def schedule(seen: Seen) -> Iterator[Found]:
             yield Found("input-all-noise", update, {"share": float((a.abs() < NO_SIGNAL).double().mean())})
 
 
+def square_roots(seen: Seen) -> Iterator[Found]:
+    """Shares a and 1 - a, where a is the table of variances of usual betas: a straight path is in even steps, or shifted."""
+    found = levels(seen)
+    for update, one in seen.mixed():
+        table = one.mixture.table
+        if table is not None and found is not None and found.kind == "flow" and _of_betas(*table[:2]):
+            yield Found("input-no-square-roots", update, {"first": float(table[1, 0]), "last": float(table[1, -1])})
+            return
+
+
+def _of_betas(rows: torch.Tensor, variances: torch.Tensor) -> bool:
+    """Whether their products are those of betas, or roots of betas, in even steps: -log is a polynomial of the third degree."""
+    known = variances > NO_SIGNAL
+    place, logs = rows[known].double() / float(rows[-1]), -variances[known].double().log()
+    if len(logs) < FEWEST_ROWS or float(logs.max()) < WIDE:
+        return False
+    powers = place[:, None] ** torch.arange(4)
+    rest = powers @ torch.linalg.lstsq(powers, logs[:, None]).solution - logs[:, None]
+    return float(rest.abs().max() / logs.max()) < OF_BETAS
+
+
 def _told_otherwise(one: Pass) -> bool:
     """Whether the network is given something of each sample that tells as much as what noise leaves of it: a spectrogram of the
     sound, a coarse image, a code of the shape. Sampling may then begin with noise alone."""
@@ -140,4 +162,4 @@ def spread(seen: Seen) -> Iterator[Found]:
             yield Found("input-spread", update)
 
 
-LAWS = (spread, clean, of_scheduler, path, sub_vp, unscaled, no_noise, nothing, signs, changed, twice, schedule)
+LAWS = (spread, clean, of_scheduler, path, sub_vp, unscaled, no_noise, nothing, signs, changed, twice, schedule, square_roots)

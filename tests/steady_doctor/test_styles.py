@@ -436,3 +436,14 @@ def test_an_augmentation_that_the_network_is_told_is_no_noise_level(told, codes)
 
     found, said = train(network, loss_of)
     assert found == codes and "scaled for sigma_data 0.5, EDM's target" in said
+
+
+@pytest.mark.parametrize(("shares", "codes"), [(ALPHA_BAR, ["input-no-square-roots"]), (1 - torch.arange(1, T + 1) / T, [])])
+def test_a_straight_path_is_in_even_steps(shares, codes):
+    network = Network()
+
+    def loss_of(x0):
+        t, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        return mse_loss(network(column(shares[t]) * x0 + column(1 - shares[t]) * noise, t), noise)
+
+    assert train(network, loss_of)[0] == codes
