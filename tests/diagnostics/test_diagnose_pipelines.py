@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_tiny_flags, run_command, script_command, script_environment
+from conftest import TINY_NETWORK, make_tiny_flags, run_command, script_command, script_environment
 from diffusers import (
     DDIMPipeline,
     DDIMScheduler,
@@ -28,9 +28,7 @@ from utils.diffusion.pipelines import load_unconditional
 
 def network(**changes) -> UNet2DModel:
     torch.manual_seed(0)
-    config = {"sample_size": 16, "in_channels": 3, "out_channels": 3, "block_out_channels": (8, 16), "layers_per_block": 1}
-    blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2, "norm_num_groups": 4}
-    return UNet2DModel(**config | blocks | changes)
+    return UNet2DModel(**TINY_NETWORK | {"in_channels": 3, "out_channels": 3} | changes)
 
 
 @pytest.fixture(scope="module")
