@@ -309,14 +309,3 @@ def test_snapshots_of_a_branch_that_was_left_are_gone_when_the_run_goes_on(train
     (tmp_path / "exit_status").unlink()  # as a kill leaves it
     assert train_script([*resume, "latest", "--max_train_steps", "2"]) == 0
     assert [s.step for s in list_snapshots(tmp_path)] == [2, 2]
-
-
-@pytest.mark.slow
-def test_power_averages_do_not_begin_on_the_way(train, tiny_flags, tmp_path):
-    """Neither from a checkpoint without averages nor from one with an exponential average."""
-    flags = [*tiny_flags, "--max_train_steps", "2", "--output_dir"]
-    change = ["--ema_type", "power", "--resume_from_checkpoint", "latest", "--allow_option_change", "ema_type", "use_ema"]
-    for name, options, message in (("none", ["--no-use_ema"], "has no EMA"), ("exponential", [], "ema_type cannot change")):
-        assert train([*flags, tmp_path / name, *options, "--checkpointing_steps", "2"]) == 0
-        with pytest.raises(UserError, match=message):
-            train([*flags, tmp_path / name, *change])
