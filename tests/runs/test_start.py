@@ -202,12 +202,6 @@ def test_a_resume_that_leaves_out_what_the_run_began_with_says_so_first(tmp_path
     assert start_of(parse_options(DDPMOptions, "", flags)) is Start.ON
 
 
-def test_the_launch_counts_as_an_option(tmp_path):
-    killed_early(tmp_path)
-    with pytest.raises(UserError, match="global_batch_size: 16 there, 32 now"):
-        start_of(options(tmp_path, *LATEST), LAUNCHED | {"global_batch_size": 32})
-
-
 def test_a_folder_that_cannot_be_looked_at_is_one_line():
     with pytest.raises(UserError, match=r"cannot use --output_dir x+: File name too long\nchoose another --output_dir"):
         nothing_to_do(options(Path("x" * 300)))
