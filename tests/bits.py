@@ -17,28 +17,9 @@ from torch import nn
 
 FOLDER = Path(__file__).parent / "recorded"
 STEPS, KEPT, RESUMED = 8, 4, 6  # updates of a run; of the checkpoint that is kept here; of the run that continues it
-SMALL = {
-    "train_ddpm.py": {
-        "_class_name": "UNet2DModel",
-        "sample_size": 16,
-        "in_channels": 1,
-        "out_channels": 1,
-        "block_out_channels": [4, 8],
-        "layers_per_block": 1,
-        "norm_num_groups": 2,
-        "down_block_types": ["DownBlock2D", "DownBlock2D"],
-        "up_block_types": ["UpBlock2D", "UpBlock2D"],
-    },
-    "train_edm2.py": {
-        "_class_name": "EDM2UNet",
-        "in_channels": 1,
-        "out_channels": 1,
-        "model_channels": 4,
-        "channel_multipliers": [1, 2],
-        "layers_per_block": 1,
-        "attention_resolutions": [],
-        "attention_head_dim": 4,
-    },
+SMALL = {  # where it differs from the tiny network of conftest.py
+    "train_ddpm.py": {"block_out_channels": [4, 8], "norm_num_groups": 2},
+    "train_edm2.py": {"model_channels": 4, "attention_head_dim": 4},
 }
 RUNS = {  # name -> (flags beside the common ones, processes)
     "fp32": (["--dropout", "0.1"], 1),
@@ -51,13 +32,15 @@ RUNS = {  # name -> (flags beside the common ones, processes)
 
 def flags_of(name: str, script: str, folder: Path, steps: int = STEPS) -> list[str]:
     """Of a run of RUNS on the digits; the network's config and the packed images lie in `folder`."""
+    from conftest import TINY_EDM2_NETWORK, TINY_NETWORK
+
     flags = ["--dataset_name", "digits", "--cache_dir", folder / "cache", "--train_batch_size", 8, "--cpu_threads", 1]
     flags += ["--max_train_steps", steps, "--checkpointing_steps", KEPT, "--eval_batch_size", 2, "--logging_steps", 2]
     flags += ["--ddpm_num_inference_steps" if script == "train_ddpm.py" else "--num_inference_steps", 2]
     if name != "preset":
         config = folder / Path(script).stem / "config.json"
         config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text(json.dumps(SMALL[script]))
+        config.write_text(json.dumps((TINY_NETWORK if script == "train_ddpm.py" else TINY_EDM2_NETWORK) | SMALL[script]))
         flags += ["--model_config_name_or_path", config.parent]
         flags += ["--resolution", 16, "--image_channels", 1, "--lr_warmup_steps", 4]
     return [str(flag) for flag in [*flags, *RUNS[name][0]]]
@@ -154,5 +137,5 @@ def resumed(server, script: str, folder: Path) -> dict[str, dict]:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "faults")]
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "faults")]
     record()

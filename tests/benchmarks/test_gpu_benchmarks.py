@@ -262,20 +262,6 @@ def test_predictions_hold_for_the_real_script(script, tmp_path, capsys, in_this_
 TINY = "--blocks 2 --block_updates 1 --eval_batch_size 1 --validation_images 8 --cpu_threads 1"
 
 
-@pytest.mark.slow
-def test_throughput_of_edm2_beside_bare_loops(capsys, in_this_process, monkeypatch):
-    flags, races, report = f"{TINY} --script train_edm2.py --num_inference_steps 2", [], throughput.report
-    monkeypatch.setattr(throughput, "report", lambda race, *rest: (races.append(race), report(race, *rest)))
-    assert throughput.main(throughput.parse_args(flags.split())) == 0
-    assert len(races[0].ema.seconds()) == races[0].updates  # its own two averages in one pass, and not the bare loop's
-    output = capsys.readouterr().out
-    for row in ("train_edm2.py", "bare", "bare again", "bare + EMA", "eager"):
-        assert f"\n{row:14} " in output
-    for row in ("report", "EMA", "validation", "checkpoint"):
-        assert [line for line in output.splitlines() if line.startswith(f"{row:20} ") and line.endswith(" %")]
-    assert "\n=> train_edm2.py" in output
-
-
 @pytest.mark.parametrize("flags", ["--optimizer sgd", "--no-use_ema", "--max_grad_norm 0", "--spectral_norm"])
 def test_what_the_other_loops_do_not_do_is_refused(flags):
     with pytest.raises(SystemExit, match="the other loops do not know --"):

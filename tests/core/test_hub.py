@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import types
+from itertools import pairwise
 
 import huggingface_hub
 import pytest
@@ -124,14 +125,6 @@ def test_the_last_cause_is_told_once():
     assert in_full(KeyError()) == "KeyError"
 
 
-@pytest.mark.parametrize(("offline", "message"), [("1", "HF_HUB_OFFLINE does not allow"), ("", "the Hub could not be reached")])
-def test_a_connection_that_ends_in_the_middle(offline, message, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-    error = OSError("reading failed")
-    error.__cause__ = ConnectionResetError("reset by peer")
-    assert message in told(error, "some/thing", "dataset")
-
-
 class Answered(OSError):
     """The Hub's own answer, as huggingface_hub raises it."""
 
@@ -140,26 +133,28 @@ class Answered(OSError):
         self.response = types.SimpleNamespace(status_code=status)
 
 
+BROKEN = [ConnectionResetError("reset by peer"), OSError("reading failed")]
+UNFOUND = [ConnectionError("please check your connection"), FileNotFoundError("Couldn't find any data file")]
+PAGE = "https://huggingface.co/datasets/some/thing"
+
+
 @pytest.mark.parametrize(
-    ("status", "message"),
+    ("causes", "offline", "message"),
     [
-        (401, "the Hub does not accept the token\nset another HF_TOKEN"),
-        (429, "429: too many requests"),
-        (503, "answered 503\ntry"),
+        (BROKEN, "1", "HF_HUB_OFFLINE does not allow"),
+        (BROKEN, "", "the Hub could not be reached"),
+        ([Answered(401), *UNFOUND], "", "the Hub does not accept the token\nset another HF_TOKEN"),
+        ([Answered(429), *UNFOUND], "", "429: too many requests"),
+        ([Answered(503), *UNFOUND], "", "answered 503\ntry"),
+        ([ValueError("it is a gated dataset")], "", f"at {PAGE}, or set another HF_TOKEN"),  # whoever has a token needs access
     ],
 )
-def test_the_answer_of_the_hub_is_told_wherever_it_stands_in_the_chain(status, message, monkeypatch):
+def test_the_cause_is_told_wherever_it_stands_in_the_chain(causes, offline, message, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    error = FileNotFoundError("Couldn't find any data file")
-    error.__cause__ = ConnectionError("please check your connection")
-    error.__cause__.__cause__ = Answered(status)
-    assert message in told(error, "some/thing", "dataset")
-
-
-def test_whoever_has_a_token_needs_only_access_to_a_gated_dataset(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_mine")
-    page = "https://huggingface.co/datasets/some/thing"
-    assert told(ValueError("it is a gated dataset"), "some/thing", "dataset").endswith(f"at {page}, or set another HF_TOKEN")
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    for cause, error in pairwise(causes):
+        error.__cause__ = cause
+    assert message in told(causes[-1], "some/thing", "dataset")
 
 
 def test_the_advice_to_log_in_is_for_the_token_that_is_used(monkeypatch):

@@ -3,6 +3,7 @@
 The rows know nothing of the doctor, and so are for any doctor. A loop is a script of tests/watched.
 """
 
+from textwrap import indent
 from typing import NamedTuple
 
 
@@ -57,7 +58,21 @@ DRAWN_BY_LOSS = "t = torch.multinomial(seen / seen.sum(), len(x0), replacement=T
 NUMPY_TIMES = (TIMES, "import numpy\nnumbers = numpy.random.randint(0, T, len(x0))\nt = torch.from_numpy(numbers)")
 HALF_TIME = (TIME, "told = self.time((t.float() / T).bfloat16()[:, None].float())")
 HOLE = "hole = (torch.arange(8) < 4).float()\n"
-ZERO_BEGIN = (BUILT, "nn.init.zeros_(self.last.weight), nn.init.zeros_(self.last.bias)\n" + BUILT)
+BY_CLASS = ("torch.arange(64) % CLASSES", "torch.arange(64) // 11")
+THROUGH = "hidden = self.%s(self.first(x)) + told"
+DROPOUT = ("self.time = nn.Sequential(", "self.drop = nn.Dropout(0.1)\nself.time = nn.Sequential(", FIRST, THROUGH % "drop")
+BROADCAST = "loss = (%s.mean((1, 2, 3), keepdim=True) * snr.clamp(max=5) / snr).mean()"
+OF_VELOCITY = "loss = ((model(x_t, t, told) - v).square().mean((1, 2, 3)) * %s / (snr + 1)).mean()"
+AUTOCAST = "with torch.autocast('cpu', torch.%s):\n    out = model(x_t, t, told)\n"
+HALF_TAUGHT = "with torch.no_grad(): taught = ema(x_t, t, told)\nloss = F.mse_loss(out, 0.9 * noise + 0.1 * taught)"
+NO_SIGNAL = (  # at the last timestep
+    ALPHA_BAR,
+    f"{ALPHA_BAR}\nroot = alpha_bar.sqrt()\nalpha_bar = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2",
+)
+FEW_TIMES = "steps = torch.arange(19, T, 20)\nrow = torch.randint(0, len(steps), (len(x0),))\nt = steps[row]"
+DRAWN_BESIDE = "state = torch.get_rng_state(); torch.manual_seed(7); torch.randn(4); torch.set_rng_state(state)\n"
+RATE = "optimizer.param_groups[0]['lr']"
+OTHER = (OPTIMIZER, OPTIMIZER + "\n" + OPTIMIZER.replace("optimizer", "other", 1))
 ONE_HOT = ("self.classes = nn.Embedding(classes + 1, width)", "self.classes = nn.Linear(classes, width)")
 SIX = ("self.last = nn.Conv2d(width, channels, 3, padding=1)", "self.last = nn.Conv2d(width, 2 * channels, 3, padding=1)")
 BUFFERS = (
@@ -79,6 +94,13 @@ loss = F.mse_loss(out, noise) + %s * kl.mean() / 0.6931472
 """
 
 
+def begun(*with_zeros: str) -> tuple[str, str]:
+    return BUILT, ", ".join(f"nn.init.zeros_({weight})" for weight in with_zeros) + "\n" + BUILT
+
+
+ZERO_BEGIN = begun("self.last.weight", "self.last.bias")
+
+
 def loss(text: str) -> tuple[str, str]:
     return LOSS, f"{OUTPUT}loss = {text}"
 
@@ -86,6 +108,23 @@ def loss(text: str) -> tuple[str, str]:
 def weighed(weights: str) -> tuple[str, str]:
     """By `weights` [B], which may depend on `snr` [B]."""
     return LOSS, f"{SNR}error = (model(x_t, t, told) - noise).square().mean((1, 2, 3))\nloss = (error * ({weights})).mean()"
+
+
+def curve(rate: str) -> tuple[str, str]:
+    """Of the learning rate, by `step`."""
+    return WARM_UP, WARM_UP.replace("min(1, (step + 1) / 4)", rate)
+
+
+def annealed(updates: int) -> tuple[str, str]:
+    return WARM_UP, f"warm_up = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, {updates})"
+
+
+def adamw(options: str) -> tuple[str, str]:
+    return OPTIMIZER, OPTIMIZER.replace("lr=1e-3", options)
+
+
+def trains(parameters: str) -> tuple[str, str]:
+    return OPTIMIZER, OPTIMIZER.replace("model.parameters()", parameters)
 
 
 def options(**values: float) -> tuple[str, str]:
@@ -116,13 +155,7 @@ PLAIN_DDPM = [
     row("data", IMAGES, IMAGES + "\nx0 = x0[:1].expand_as(x0)", updates=22),
     row("data", CHOSEN, "chosen = torch.arange(BATCH)", updates=22),
     row("data", IMAGES, IMAGES + "\nx0 = torch.cat([x0[:8].flip(1), x0[8:]])"),
-    row(
-        "data|condition",
-        "torch.arange(64) % CLASSES",
-        "torch.arange(64) // 11",
-        *(CHOSEN, "chosen = (torch.randint(0, 11, (BATCH,)) + step % 5 * 11)"),
-        updates=22,
-    ),
+    row("data|condition", *BY_CLASS, CHOSEN, "chosen = (torch.randint(0, 11, (BATCH,)) + step % 5 * 11)", updates=22),
     # ---- noise
     row("noise", RANDN, "torch.randn_like(x0[:1]).expand_as(x0)"),
     row("noise", RANDN, "torch.randn_like(x0).clamp(-1, 1)"),
@@ -181,26 +214,8 @@ PLAIN_DDPM = [
     row("condition", "told = told + self.classes(y)", "told = told + self.classes(y).detach()", updates=22),
     row("condition", TOLD, "told = torch.full_like(label, CLASSES)", updates=22),
     # ---- network
-    row(
-        "network",
-        "self.time = nn.Sequential(",
-        "self.drop = nn.Dropout(0.1)\nself.time = nn.Sequential(",
-        FIRST,
-        "hidden = self.drop(self.first(x)) + told",
-        COPY,
-        COPY + "\nmodel.eval()",
-        updates=22,
-    ),
-    row(
-        "network|gradient",
-        BUILT,
-        (
-            "nn.init.zeros_(self.last.weight), nn.init.zeros_(self.middle.weight), "
-            "nn.init.zeros_(self.middle.bias)\n"
-            "self.classes ="
-        ),
-        updates=22,
-    ),
+    row("network", *DROPOUT, COPY, COPY + "\nmodel.eval()", updates=22),
+    row("network|gradient", *begun("self.last.weight", "self.middle.weight", "self.middle.bias"), updates=22),
     row("gradient", BUILT, "self.spare = nn.Conv2d(3, 3, 1)\nself.classes =", FIRST, "self.spare(x)\n" + FIRST, updates=22),
     # ---- target
     row("target", *loss("F.mse_loss(out, torch.randn_like(noise))")),
@@ -216,40 +231,23 @@ PLAIN_DDPM = [
     row("target|input", LOSS, "v = a * noise - (1 - a) * x0\n" + OUTPUT + "loss = F.mse_loss(out, v)"),
     row("target", *loss("F.mse_loss(out, x_t)")),
     row("target", *ZERO_BEGIN, *loss("F.mse_loss(out, -noise)")),
-    row(
-        "target",
-        ALPHA_BAR,
-        ALPHA_BAR + ("\nroot = alpha_bar.sqrt()\nalpha_bar = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2"),
-        updates=22,
-    ),
+    row("target", *NO_SIGNAL, updates=22),
     row("target", *loss("F.mse_loss(out, noise * a)")),
     row("target", *loss("F.mse_loss(out, noise + x0)")),
     row("target|weight", *loss("F.mse_loss(out[:8], noise[:8])")),
     # ---- weight
     row("weight", *weighed("snr.clamp(min=5) / snr")),
     row("weight", *weighed("(snr.clamp(max=5) / snr).flip(0)")),
-    row(
-        "weight",
-        LOSS,
-        SNR + OUTPUT + "loss = ((out - noise).square().mean((1, 2, 3), keepdim=True) * snr.clamp(max=5) / snr).mean()",
-    ),
+    row("weight", LOSS, SNR + OUTPUT + BROADCAST % "(out - noise).square()"),
     row("weight", *weighed("(snr.clamp(max=5) / snr).roll(1)")),
     row("weight", *weighed("len(x0)")),
     row("weight|gradient", *weighed("3e-7")),
     row("weight", *weighed("torch.arange(len(x0)) > 0")),
     row("weight", LOSS, SNR + "loss = ((model(x_t, t, told) - x0).square().mean((1, 2, 3)) / snr).mean()"),
-    row(
-        "weight",
-        LOSS,
-        VELOCITY + SNR + "loss = ((model(x_t, t, told) - v).square().mean((1, 2, 3)) * snr ** 2 / (snr + 1)).mean()",
-    ),
+    row("weight", LOSS, VELOCITY + SNR + OF_VELOCITY % "snr ** 2"),
     row("weight", *loss("((out - noise).square() * (x0 > 0.2)).mean()")),
     row("weight", *loss("(out - noise).square().mean((1, 2, 3)).sum()")),
-    row(
-        "weight",
-        LOSS,
-        SNR + ("loss = ((model(x_t, t, told) - noise).abs().mean((1, 2, 3), keepdim=True) * snr.clamp(max=5) / snr).mean()"),
-    ),
+    row("weight", LOSS, SNR + BROADCAST % "(model(x_t, t, told) - noise).abs()"),
     row("weight|target", *SIX, LOSS, BOUND % "1000", missed="terms of a likelihood are not taken apart"),
     row("weight", *loss("F.mse_loss(out, noise, reduction='sum')")),
     # ---- gradient
@@ -258,36 +256,25 @@ PLAIN_DDPM = [
     row("gradient", CLIP, "[p.grad.clamp_(max=1e-3) for p in model.parameters()]"),
     row("gradient", CLIP, "[p.grad.zero_() for p in list(model.parameters())[:2]]"),
     row("gradient", CLIP, "torch.nn.utils.clip_grad_norm_(ema.parameters(), 1.0)"),
-    row(
-        "gradient",
-        LOSS,
-        ("loss = F.mse_loss(model(x_t, t, told), noise)\nloss = torch.tensor(loss.item(), requires_grad=True)"),
-    ),
+    row("gradient", LOSS, LOSS + "\nloss = torch.tensor(loss.item(), requires_grad=True)"),
     row("gradient|network|target|timestep", FIRST, "hidden = self.first(x).detach() + told"),
     row("gradient|weight", "loss.backward()", "(loss * 1e-6).backward()"),
     row("gradient", *flat(clipped="model.parameters()"), missed="a copy's gradients are not known to be those to clip"),
     row("gradient", STEPS, "loss.backward()\noptimizer.step()\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)"),
     row("gradient", "loss.backward()", "loss.backward(); model.first.weight.grad = None"),
     row(
-        "gradient|weight",
-        LOSS,
-        ("with torch.autocast('cpu', torch.float16):\n    out = model(x_t, t, told)\nloss = F.mse_loss(out, noise.half())"),
+        *("gradient|weight", LOSS, AUTOCAST % "float16" + "loss = F.mse_loss(out, noise.half())"),
         missed="the loss is not scaled, which is seen where gradients underflow",
     ),
     # ---- optimizer
     row("optimizer", *ZERO_BEGIN, "AdamW(model.parameters()", "AdamW([*model.parameters()][:-2]", updates=22),
-    row("optimizer", OPTIMIZER, OPTIMIZER.replace("model.parameters()", "model.first.parameters()")),
-    row("optimizer", OPTIMIZER, OPTIMIZER.replace("model.parameters()", "ema.parameters()")),
-    row("optimizer", OPTIMIZER, OPTIMIZER.replace("lr=1e-3", "lr=1e-3, betas=(0.999, 0.9)")),
-    row("optimizer", OPTIMIZER, OPTIMIZER.replace("lr=1e-3", "lr=1e-3, betas=(0.0, 0.0)")),
-    row("optimizer", OPTIMIZER, OPTIMIZER.replace("lr=1e-3", "lr=1e-3, weight_decay=300")),
-    row("optimizer|learning_rate", OPTIMIZER, OPTIMIZER.replace("lr=1e-3", "lr=1e-3, eps=10"), updates=22),
-    row(
-        "optimizer|state",
-        STEP,
-        "optimizer.step()\nif step == 4: optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n",
-        updates=9,
-    ),
+    row("optimizer", *trains("model.first.parameters()")),
+    row("optimizer", *trains("ema.parameters()")),
+    row("optimizer", *adamw("lr=1e-3, betas=(0.999, 0.9)")),
+    row("optimizer", *adamw("lr=1e-3, betas=(0.0, 0.0)")),
+    row("optimizer", *adamw("lr=1e-3, weight_decay=300")),
+    row("optimizer|learning_rate", *adamw("lr=1e-3, eps=10"), updates=22),
+    row("optimizer|state", STEP, f"{STEP}if step == 4: {OPTIMIZER}\n", updates=9),
     row(
         "optimizer|learning_rate",
         OPTIMIZER,
@@ -297,51 +284,20 @@ PLAIN_DDPM = [
         ),
         updates=40,
     ),
-    row(
-        "optimizer|condition",
-        OPTIMIZER,
-        OPTIMIZER.replace("model.parameters()", "[p for n, p in model.named_parameters() if 'classes' not in n]"),
-    ),
+    row("optimizer|condition", *trains("[p for n, p in model.named_parameters() if 'classes' not in n]")),
     row("optimizer|state", "optimizer.step()\nwarm_up", "optimizer.step()\noptimizer.step()\nwarm_up"),
-    row(
-        "optimizer|learning_rate|state",
-        STEP,
-        ("optimizer.param_groups[0]['lr'] *= 30\noptimizer.step()\noptimizer.param_groups[0]['lr'] /= 30\n"),
-    ),
+    row("optimizer|learning_rate|state", STEP, f"{RATE} *= 30\n{STEP}{RATE} /= 30\n"),
     # ---- learning_rate
-    row("learning_rate|optimizer", OPTIMIZER, OPTIMIZER.replace("lr=1e-3", "lr=0.1")),
-    row("learning_rate", OPTIMIZER, OPTIMIZER.replace("lr=1e-3", "lr=1e-9"), updates=22),
+    row("learning_rate|optimizer", *adamw("lr=0.1")),
+    row("learning_rate", *adamw("lr=1e-9"), updates=22),
     row("learning_rate", "warm_up.step()", "", updates=30),
-    row(
-        "learning_rate",
-        WARM_UP,
-        "warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 100)",
-        updates=30,
-    ),
-    row("learning_rate", WARM_UP, "warm_up = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)", updates=30),
-    row("learning_rate", WARM_UP, "warm_up = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)", updates=30),
-    row(
-        "learning_rate",
-        WARM_UP,
-        "warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, 1 - step / 10))",
-        updates=40,
-    ),
-    row(
-        "learning_rate",
-        *options(lr=1.0, lr_warmup_steps=30),
-        WARM_UP,
-        WARM_UP.replace("min(1, (step + 1) / 4)", "0.01"),
-        updates=40,
-    ),
-    row(
-        "learning_rate|optimizer",
-        OPTIMIZER,
-        OPTIMIZER + "\nother = torch.optim.AdamW(model.parameters(), lr=1e-3)",
-        WARM_UP,
-        WARM_UP.replace("optimizer,", "other,"),
-        updates=30,
-    ),
-    row("learning_rate", WARM_UP, WARM_UP.replace("min(1, (step + 1) / 4)", "0.0"), updates=22),
+    row("learning_rate", *curve("(step + 1) / 100"), updates=30),
+    row("learning_rate", *annealed(400), updates=30),
+    row("learning_rate", *annealed(10), updates=30),
+    row("learning_rate", *curve("max(0, 1 - step / 10)"), updates=40),
+    row("learning_rate", *options(lr=1.0, lr_warmup_steps=30), *curve("0.01"), updates=40),
+    row("learning_rate|optimizer", *OTHER, WARM_UP, WARM_UP.replace("optimizer,", "other,"), updates=30),
+    row("learning_rate", *curve("0.0"), updates=22),
     # ---- ema
     row("ema", AVERAGE, AVERAGE.replace("0.01", "-0.01")),
     row("ema", "copy.deepcopy(model)", "model"),
@@ -365,14 +321,7 @@ PLAIN_DDPM = [
     row("ema", PAIRS, "zip(list(ema.parameters())[:3], model.parameters())"),
     row("ema", *BUFFERS, AVERAGE, AVERAGE.replace("0.01", "-0.01")),
     row("ema", AVERAGE, "average.lerp_(weight, 0.01 + 0.04 * step)", updates=22),
-    row(
-        "ema",
-        BUILT,
-        "self.norm = nn.BatchNorm2d(width)\nself.classes =",
-        FIRST,
-        "hidden = self.norm(self.first(x)) + told",
-        updates=22,
-    ),
+    row("ema", BUILT, f"self.norm = nn.BatchNorm2d(width)\n{BUILT}", FIRST, THROUGH % "norm", updates=22),
     row("ema", STEPS, STEPS.replace("optimizer", MOVE + "\noptimizer"), "warm_up.step()\n" + MOVE, "warm_up.step()"),
     row("ema", AVERAGE, "average.add_(weight, alpha=0.01)"),
     row("ema", AVERAGE, "average.copy_(average * 0.99 + 0.02 * weight)"),
@@ -400,43 +349,18 @@ PLAIN_DDPM = [
     row("", *weighed("1 / (snr + 1)")),
     row("", *weighed("(snr + 1) ** -0.5")),
     row("", *weighed("snr ** -0.5")),
-    row(
-        "",
-        LOSS,
-        VELOCITY + SNR + ("loss = ((model(x_t, t, told) - v).square().mean((1, 2, 3)) * snr.clamp(max=5) / (snr + 1)).mean()"),
-    ),
+    row("", LOSS, VELOCITY + SNR + OF_VELOCITY % "snr.clamp(max=5)"),
     row("", *loss("((out - noise).square() * (torch.arange(8) < 5)).mean()")),
     row("", IMAGES, IMAGES + "\nx0 = torch.where(torch.rand(len(x0), 1, 1, 1) < 0.5, x0.flip(3), x0)"),
     row("", TOLD, "told = label", updates=22),
     row("", TOLD, "told = label.clone()\ntold[torch.rand(len(x0)) < 0.2] = CLASSES", updates=22),
     row("", CLIP, CLIP.replace("norm", "value")),
     row("", CLIP, ""),
-    row("", WARM_UP, "warm_up = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)", updates=30),
-    row(
-        "",
-        END,
-        (
-            "state = torch.get_rng_state(); torch.manual_seed(7); torch.randn(4); "
-            "torch.set_rng_state(state)\n"
-            "print(step + 1, loss"
-        ),
-        updates=22,
-    ),
-    row(
-        "",
-        "self.time = nn.Sequential(",
-        "self.drop = nn.Dropout(0.1)\nself.time = nn.Sequential(",
-        FIRST,
-        "hidden = self.drop(self.first(x)) + told",
-        updates=22,
-    ),
-    row("", BUILT, "nn.init.zeros_(self.last.weight)\nself.classes =", updates=22),
-    row(
-        "",
-        LOSS,
-        ("with torch.no_grad(): guess = model(x_t, t, told)\nloss = F.mse_loss(model(x_t, t, told), noise)"),
-        updates=22,
-    ),
+    row("", *annealed(30), updates=30),
+    row("", END, DRAWN_BESIDE + END, updates=22),
+    row("", *DROPOUT, updates=22),
+    row("", *begun("self.last.weight"), updates=22),
+    row("", LOSS, f"with torch.no_grad(): guess = {CALL}\n{LOSS}", updates=22),
     row("", *options(lr=1e-3, lr_warmup_steps=4, batch_size=16), updates=22),
     row("", *ZERO_BEGIN, *loss("F.smooth_l1_loss(out, noise)")),
     row(
@@ -446,12 +370,7 @@ PLAIN_DDPM = [
         *("import sys\n", "import random\nimport sys\n", CALL, "model(x_t, 1000 * level, told)"),
         updates=13,
     ),
-    row(
-        "",
-        TIMES,
-        "steps = torch.arange(19, T, 20)\nrow = torch.randint(0, len(steps), (len(x0),))\nt = steps[row]",
-        updates=13,
-    ),
+    row("", TIMES, FEW_TIMES, updates=13),
     row(
         "",
         "self.first = nn.Conv2d(channels, width",
@@ -478,11 +397,7 @@ PLAIN_DDPM = [
     row("", *NUMPY_TIMES, CALL, "model(x_t, torch.from_numpy(numbers / 2), told)"),
     row("", LOSS, SNR + "loss = ((model(x_t, t, told) - noise).abs().mean((1, 2, 3)) * snr.clamp(max=5) / snr).mean()"),
     row("", *loss("((out - noise).square() * torch.rand_like(noise)).mean()")),
-    row(
-        "",
-        LOSS,
-        OUTPUT + ("with torch.no_grad(): taught = ema(x_t, t, told)\nloss = F.mse_loss(out, 0.9 * noise + 0.1 * taught)"),
-    ),
+    row("", LOSS, OUTPUT + HALF_TAUGHT),
     row("", *SIX, LOSS, BOUND % "1"),
     row("", *SIX, LOSS, BOUND % "0.01"),
     row("", "def forward(self, x, t, y=None):", "def forward(self, x, y, t):", CALL, "model(x_t, told, t)"),
@@ -497,14 +412,7 @@ PLAIN_DDPM = [
         OPTIMIZER,
         OPTIMIZER.replace("model.parameters()", "[p for p in model.parameters() if p.requires_grad]"),
     ),
-    row(
-        "",
-        ALPHA_BAR,
-        ALPHA_BAR + ("\nroot = alpha_bar.sqrt()\nalpha_bar = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2"),
-        LOSS,
-        VELOCITY + OUTPUT + "loss = F.mse_loss(out, v)",
-        updates=22,
-    ),
+    row("", *NO_SIGNAL, LOSS, VELOCITY + OUTPUT + "loss = F.mse_loss(out, v)", updates=22),
     row("", LINEAR, "nn.Linear(16, width), nn.SiLU()", TIME, SINES % "1e-4 ** torch.linspace(0, 1, 8)"),
     row("", *ONE_HOT, TOLD, "told = F.one_hot(label, CLASSES).float() * (torch.rand(BATCH, 1) > 0.1)", updates=22),
     row(
@@ -520,34 +428,10 @@ PLAIN_DDPM = [
     row("", OPTIMIZER, OPTIMIZER.replace("AdamW", "RMSprop")),
     row("", OPTIMIZER, OPTIMIZER.replace("AdamW", "Adamax")),
     row("", OPTIMIZER, OPTIMIZER.replace("AdamW", "NAdam")),
-    row("", OPTIMIZER, OPTIMIZER.replace("1e-3", "1e-3, amsgrad=True")),
-    row(
-        "",
-        MOVE,
-        (
-            "with torch.no_grad():\n"
-            "    for average, weight in zip(ema.parameters(), model.parameters()):\n"
-            "        average.lerp_(weight, 0.01) if step > 5 else average.copy_(weight)"
-        ),
-        updates=22,
-    ),
-    row(
-        "",
-        MOVE,
-        (
-            "if step > 8:\n"
-            "    with torch.no_grad():\n"
-            "        for average, weight in zip(ema.parameters(), model.parameters()):\n"
-            "            average.lerp_(weight, 0.01)"
-        ),
-        *options(ema_start=8),
-        updates=22,
-    ),
+    row("", *adamw("lr=1e-3, amsgrad=True")),
+    row("", MOVE, f"{MOVE} if step > 5 else average.copy_(weight)", updates=22),
+    row("", MOVE, "if step > 8:\n" + indent(MOVE, "    "), *options(ema_start=8), updates=22),
     row("", AVERAGE, "average.lerp_(weight, 1 - min(0.99, (1 + step) / (10 + step)))", updates=22),
     row("", "loss.backward()", "(2 * loss).backward()"),
-    row(
-        "",
-        LOSS,
-        ("with torch.autocast('cpu', torch.bfloat16):\n    out = model(x_t, t, told)\nloss = F.mse_loss(out.float(), noise)"),
-    ),
+    row("", LOSS, AUTOCAST % "bfloat16" + "loss = F.mse_loss(out.float(), noise)"),
 ]

@@ -271,18 +271,8 @@ def alone(folder: Path, *command, path: Path) -> subprocess.CompletedProcess:
 def test_without_the_trainer(tmp_path):
     """As a module, by its path alone: in a folder whose modules have the names of ours, and without the trainer's libraries."""
     script = own_module(tmp_path / "own")
-    run = alone(
-        script.parent,
-        "-m",
-        "steady_doctor",
-        "--watch_updates",
-        2,
-        "--fail_on",
-        "warning",
-        "train.py",
-        LOOPS,
-        path=LOOPS.parents[1],
-    )
+    words = ["-m", "steady_doctor", "--watch_updates", 2, "--fail_on", "warning", "train.py", LOOPS]
+    run = alone(script.parent, *words, path=LOOPS.parents[1])
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("0x") == 2 and "watched: 2 updates of Network" in run.stdout
     assert (script.parent / "watch" / "train" / "report.html").exists()

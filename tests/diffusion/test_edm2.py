@@ -146,6 +146,9 @@ def test_pipeline_samples_reproducibly_by_class_and_with_diffusers_own_scheduler
     first = images(class_labels=[0, 1], num_inference_steps=4)
     assert first.shape == (2, 8, 8, 1) and np.isfinite(first).all() and first.std() > 0
     assert (first == images(class_labels=[0, 1], num_inference_steps=4)).all()
+    asked = {"class_labels": [0, 1], "num_inference_steps": 4, "output_type": "pt"}
+    signed = pipeline(generator=torch.Generator().manual_seed(0), **asked).images  # from -1 to 1, and others from 0 to 1
+    np.testing.assert_allclose(first, (signed / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), rtol=0, atol=1e-6)
     assert (first != images(class_labels=[1, 0], num_inference_steps=4)).any()
     assert (first != images(class_labels=[0, 1], num_inference_steps=4, guidance_scale=2.0)).any()
     assert len(pipeline(batch_size=3, num_inference_steps=2).images) == 3

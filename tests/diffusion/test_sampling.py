@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from conftest import TINY_NETWORK
 from diffusers import (
     DDIMPipeline,
     DDIMScheduler,
@@ -24,7 +25,6 @@ from utils.core.errors import UserError
 from utils.core.images import denoising_path, is_complete_png, make_grid, save_png, side_by_side
 from utils.diffusion.sampling import SamplePlan, full_precision, make_sampler, path_steps, sample, set_timesteps, to_uint8
 
-REPOSITORY = Path(__file__).parents[2]
 SHAPE = (1, 8, 8)
 # Other kernels (for another batch size, number of threads or place in memory) round otherwise, by some 1e-6 in each prediction.
 # The start of a chain enlarges that by up to 1 / sqrt(abar) = 100; what it adds up to stays far below a gray level, 8e-3.
@@ -33,18 +33,7 @@ CHAIN = 1e-3
 
 def tiny_unet(seed: int = 0, **changes) -> UNet2DModel:
     torch.manual_seed(seed)
-    settings = {
-        "sample_size": 8,
-        "in_channels": 1,
-        "out_channels": 1,
-        "block_out_channels": (8, 16),
-        "down_block_types": ("DownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "UpBlock2D"),
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-        "dropout": 0.1,
-    }
-    return UNet2DModel(**(settings | changes))
+    return UNet2DModel(**TINY_NETWORK | {"sample_size": 8, "dropout": 0.1} | changes)
 
 
 def run_sample(unet, scheduler, n=5, steps=10, batch_size=8, numbers=None, **kwargs):

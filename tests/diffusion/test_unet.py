@@ -74,11 +74,6 @@ def test_activation_and_dropout_reach_the_network():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"resolution": 20, "model_preset": "cifar10"}, "--resolution 20 does not divide by 8"),
-        (
-            {"resolution": "64x65", "model_preset": "small32"},
-            "--resolution 64x65 does not divide by 8: the network has 4 levels",
-        ),
         ({"resolution": 30}, "no preset fits --resolution 30"),
         ({"resolution": 32, "model_preset": "cifar"}, "unknown --model_preset 'cifar'"),
         ({"resolution": 32, "model_config_name_or_path": "/nowhere"}, "cannot read --model_config_name_or_path /nowhere"),

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from scipy.linalg import sqrtm
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.inception import InceptionScore
 from torchmetrics.image.kid import KernelInceptionDistance
@@ -44,17 +43,13 @@ def test_frechet_distance_of_known_gaussians():
     assert frechet_distance(with_moments([0, 0], a), with_moments([0, 0], b)) == pytest.approx(expected, rel=1e-12)
 
 
-def test_frechet_distance_of_samples_agrees_with_torchmetrics_and_scipy(sets):
+def test_frechet_distance_of_samples_agrees_with_torchmetrics(sets):
     first, second = sets
     ours = frechet_distance(Moments.of(first), Moments.of(second))
     metric = FrechetInceptionDistance(feature=Pass()).set_dtype(torch.float64)
     metric.update(first, real=False)
     metric.update(second, real=True)
     assert ours == pytest.approx(metric.compute().item(), rel=1e-8)
-    a, b = np.cov(first.numpy(), rowvar=False), np.cov(second.numpy(), rowvar=False)
-    root = sqrtm(a @ b).real
-    expected = ((first.mean(0) - second.mean(0)) ** 2).sum().item() + np.trace(a + b - 2 * root)
-    assert ours == pytest.approx(expected, rel=1e-8)
 
 
 def test_a_set_has_no_distance_to_itself_even_where_features_never_vary(sets):
@@ -98,13 +93,6 @@ def test_kernel_distance_in_blocks_is_the_sum_over_all_pairs(sets, monkeypatch):
     assert kernel_distance(first, second) == pytest.approx(expected.item(), rel=1e-10)
     with pytest.raises(ValueError, match="at least 2 rows"):
         kernel_distance(first[:1], second)
-
-
-def test_kernel_distance_is_unbiased():
-    generator = torch.Generator().manual_seed(1)
-    values = [kernel_distance(*torch.randn(2, 40, 4, generator=generator)) for _ in range(200)]
-    error = np.std(values) / np.sqrt(len(values))
-    assert abs(np.mean(values)) < 3 * error
 
 
 def test_inception_score_agrees_with_torchmetrics():

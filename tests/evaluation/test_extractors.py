@@ -57,6 +57,7 @@ def test_pixels_are_the_principal_components(digits):
     expected = PCA(extractor.dimensions, svd_solver="full").fit(images.flatten(1).double().numpy() / 127.5 - 1)
     features = extractor(images)
     np.testing.assert_allclose(features.var(0).numpy()[::-1], expected.explained_variance_, rtol=1e-3, atol=1e-6)
+    assert extractor.sha256 == tensors_sha256(extractor.state_dict())  # by which figures of other pixels are told apart
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ Updates are counted from 1 in each process. FAULT is one of
     disk-frozen    for V seconds from update N on, what opens a file for writing, renames, removes or flushes it waits
     clock          from update N on (0: from the start), the clock is V seconds behind
     file-size      from update N on, for 2 updates, no file can grow beyond V bytes
-    kill-in-save   SIGKILL before the V-th time that the save after update N (of the run) touches the disk
 """
 
 import argparse
@@ -322,37 +321,6 @@ def clock(step: int, seconds: str) -> None:
         at_update(step, set_back)
 
 
-def kill_in_save(step: int, moment: str) -> None:
-    save, remaining, saving = utils.runs.checkpoints.save_checkpoint, int(moment), False
-
-    def touch() -> None:
-        nonlocal remaining
-        remaining -= saving
-        if remaining == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def watch(event: str, arguments: tuple) -> None:
-        writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
-        if saving and (writes or event in TOUCHES):
-            touch()
-
-    def before(function):
-        return lambda *arguments, **keywords: (touch(), function(*arguments, **keywords))[1]
-
-    def watched_save(accelerator, output_dir, state, **options):
-        nonlocal saving
-        saving = state.step == step
-        try:
-            return save(accelerator, output_dir, state, **options)
-        finally:
-            saving = False
-
-    sys.addaudithook(watch)
-    os.fsync, torch.save = before(os.fsync), before(torch.save)  # neither is announced to audit hooks
-    utils.runs.checkpoints.save_file = before(utils.runs.checkpoints.save_file)
-    replace_everywhere("utils.runs.checkpoints.save_checkpoint", watched_save)
-
-
 def record(path: str) -> None:
     """Appends a line for each micro-batch that is trained on: the rank and the images (of latents: their rows) in it."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -429,7 +397,7 @@ def signal_in_setup(step: int, value: str) -> None:
 
 
 FUNCTIONS = (nan, hang, hang_unseen, hang_repeated, stop, hang_data, slow_compute, slow_data, nudge, flip, oom, oom_between)
-FUNCTIONS += (fail_between, wrong_compiler, signal_in_setup, disk_full, file_size, disk_frozen, clock, kill_in_save)
+FUNCTIONS += (fail_between, wrong_compiler, signal_in_setup, disk_full, file_size, disk_frozen, clock)
 FAULTS = {"none": None, "signal": send_signal} | {function.__name__.replace("_", "-"): function for function in FUNCTIONS}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import logged_scalars, run_script, same_bytes
+from conftest import logged_scalars, same_bytes
 from PIL import Image
 
 import utils.core.entrypoint
@@ -147,15 +147,6 @@ def test_more_bad_images_than_the_cap_end_the_run_in_one_line(train_script, flag
     options = ["--cache_images", cache, "--on_bad_image", "replace", "--max_bad_images", "2", "--output_dir", tmp_path]
     status, line = end_of(train_script, [*flags, *options], capsys)
     assert status == 2 and "images cannot be decoded, and --max_bad_images is 2 (" in line and ".png" in line
-
-
-@pytest.mark.slow
-def test_under_a_launcher_a_bad_image_is_named_once_whoever_meets_it(flags, tmp_path, script):
-    split = ["--train_batch_size", "4", "--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache"]
-    result = run_script(script, [*flags, *split], num_processes=2)
-    assert result.returncode != 0
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and result.stderr.count("--on_bad_image replace") == 1, result.stderr
 
 
 @pytest.mark.slow

@@ -1,13 +1,7 @@
-"""SIGKILL in each phase of a run, and before each touch of the disk while a checkpoint is saved, published and pruned; ranks
-that are suspended, clocks that are set back, disks that take nothing for a while."""
-
-import shutil
-import signal
+"""SIGKILL in each phase of a run; ranks that are suspended, clocks that are set back, disks that take nothing for a while."""
 
 import pytest
-from kills import DELAYS, PHASED, PHASES, Killer, Tally, differences, invalid_checkpoints
-
-from utils.runs.checkpoint_files import find_checkpoint, list_checkpoints
+from kills import DELAYS, PHASED, PHASES, Killer, Tally
 
 
 @pytest.fixture(scope="module")
@@ -50,32 +44,3 @@ def test_kills_while_the_other_rank_saves(killer_of_two):
 @pytest.mark.parametrize("delay", DELAYS)
 def test_delays_cost_nothing_but_time(killer_of_two, tmp_path, delay):
     assert DELAYS[delay](killer_of_two, tmp_path / "run") == []
-
-
-@pytest.mark.slow
-def test_killed_before_each_touch_of_the_disk_in_a_save(server, script, script_flags, tmp_path):
-    """The save replaces an older checkpoint of the same step and prunes another: all that publishing can have to do."""
-    flags = [*script_flags, "--output_dir", tmp_path / "run", "--max_train_steps", 6, "--checkpointing_steps", 2]
-    server.run([script, *flags])
-    original, folder = tmp_path / "original", tmp_path / "run"
-    shutil.copytree(folder, original)
-    resume = [*flags, "--resume_from_checkpoint", "checkpoint-4", "--checkpoints_total_limit", 2]
-    states = set()
-    for moment in range(1, 100):
-        shutil.copytree(original / "checkpoint-2", folder / "checkpoint-2", dirs_exist_ok=True)  # to be pruned again
-        fault = ["kill-in-save", "--step", 6, "--value", moment]
-        [run] = server.start(["tests/faults/inject.py", script, *fault, "--", *resume])
-        if run.wait() != -signal.SIGKILL:
-            break
-        states.add(tuple(sorted(path.name for path in folder.glob("*checkpoint-*"))))
-        assert invalid_checkpoints(folder, original) == [], moment
-        path, skipped = find_checkpoint(folder, "latest")
-        assert (path.name, skipped) == ("checkpoint-6", []), moment
-    assert run.status == 0, run.text()
-    assert moment > 30
-    kinds = {name.rstrip("0123456789") for state in states for name in state}
-    assert kinds >= {".tmp-checkpoint-", ".tmp-replaced-checkpoint-", ".tmp-discarded-checkpoint-", "checkpoint-"}
-    assert any("checkpoint-6" not in state for state in states)  # between the two renames, and it came back
-    assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-4", "checkpoint-6"]
-    assert not list(folder.glob(".tmp-*"))  # the save that came through has cleared what the others left
-    assert differences(folder, original) == []

@@ -48,17 +48,8 @@ def test_a_changed_option_is_refused_with_a_diff(server, script, run_to_resume, 
 
 def test_a_finished_run_that_is_started_again_stays_as_it_is(server, script, script_flags, tmp_path):
     """Before any library is loaded, on each of two processes; without its checkpoints it is not trained over."""
-    flags = [
-        *script_flags,
-        "--max_train_steps",
-        2,
-        "--checkpointing_steps",
-        2,
-        "--train_batch_size",
-        4,
-        "--output_dir",
-        tmp_path,
-    ]
+    flags = [*script_flags, "--max_train_steps", 2, "--checkpointing_steps", 2, "--train_batch_size", 4]
+    flags += ["--output_dir", tmp_path]
     server.run([script, *flags], 2)
     resume = [*flags, "--resume_from_checkpoint", "latest"]
     for without_checkpoints in (False, True):

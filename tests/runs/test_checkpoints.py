@@ -23,6 +23,8 @@ from utils.runs.checkpoints import (
     save_checkpoint,
 )
 
+MOVES = ((os, "rename"), (shutil, "rmtree"))
+
 
 class Run:
     """An accelerator with a model, an optimizer that has state, an EMA and a TrainState."""
@@ -192,7 +194,7 @@ def test_killed_between_any_two_steps_leaves_valid_checkpoints_only(run, saved, 
     for moment in range(1, 100):
         calls = 0
         with monkeypatch.context() as patch:
-            for module, name in ((checkpoints, "sync"), (os, "rename"), (shutil, "rmtree"), (checkpoints, "file_sha256")):
+            for module, name in (*((checkpoints, of_file) for of_file in ("save_file", "file_sha256", "sync")), *MOVES):
                 patch.setattr(module, name, dies_at(moment, getattr(module, name)))
             try:
                 run.save(tmp_path, total_limit=2)

@@ -202,23 +202,6 @@ def test_a_resume_that_leaves_out_what_the_run_began_with_says_so_first(tmp_path
     assert start_of(parse_options(DDPMOptions, "", flags)) is Start.ON
 
 
-def test_the_launch_counts_as_an_option(tmp_path):
-    killed_early(tmp_path)
-    with pytest.raises(UserError, match="global_batch_size: 16 there, 32 now"):
-        start_of(options(tmp_path, *LATEST), LAUNCHED | {"global_batch_size": 32})
-
-
-def test_flags_that_an_earlier_version_lacked_are_what_it_did(tmp_path):
-    finished(tmp_path)
-    saved = json.loads((tmp_path / "options.json").read_text())
-    for name in ("streaming", "class_conditional", "vae", "latent_scale"):
-        del saved["options"][name]
-    (tmp_path / "options.json").write_text(json.dumps(saved))
-    assert start_of(options(tmp_path, *LATEST), LAUNCHED) is Start.DONE
-    with pytest.raises(UserError, match="streaming: False there, True now"):
-        start_of(options(tmp_path, *LATEST, "--streaming"), LAUNCHED)
-
-
 def test_a_folder_that_cannot_be_looked_at_is_one_line():
     with pytest.raises(UserError, match=r"cannot use --output_dir x+: File name too long\nchoose another --output_dir"):
         nothing_to_do(options(Path("x" * 300)))

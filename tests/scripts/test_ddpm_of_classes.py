@@ -1,4 +1,4 @@
-"""A class-conditional train_ddpm.py: what it tells its network, what it exports, and how it goes on after a kill."""
+"""A class-conditional train_ddpm.py: what it tells its network, and what it exports."""
 
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from utils.core.errors import UserError
 from utils.diffusion.classes import classes_known
 from utils.diffusion.pipelines import image_shape, load_network, names_of_classes
 
-WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 CLASSES = ["--class_conditional", "--label_dropout", "0.2", "--guidance", "2"]
 
 
@@ -44,20 +43,17 @@ def test_what_it_exports(finished):
 
 def test_its_pipeline_asks_for_classes(finished):
     unet, config = load_network(str(finished))
-    pipeline = ClassDDPMPipeline(unet, DDPMScheduler.from_config(config), {number: f"n{number}" for number in range(10)})
+    pipeline = ClassDDPMPipeline(unet, DDPMScheduler.from_config(config))
     pipeline.set_progress_bar_config(disable=True)
 
     def images(**asked) -> torch.Tensor:
         noise = torch.Generator().manual_seed(0)
         return pipeline(generator=noise, num_inference_steps=2, output_type="pt", **asked).images
 
-    assert torch.equal(images(class_labels="n3"), images(class_labels=3))
     left_open = images()
     assert not torch.equal(left_open, images(class_labels=3))
     # Guidance of 0 is the prediction without a class.
     torch.testing.assert_close(images(class_labels=3, guidance_scale=0.0), left_open)
-    with pytest.raises(ValueError, match="class_labels must be from 0 to 9"):
-        images(class_labels=10)
     with pytest.raises(ValueError, match=r"moves away from no class"):
         images(guidance_scale=2.0)
 

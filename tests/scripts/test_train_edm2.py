@@ -190,18 +190,9 @@ def test_what_a_run_shows_of_itself_is_computed_in_full_precision(train_edm, fla
     assert seen == {True: {True}, False: {False}}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--resolution", "15"], "--resolution 15 does not divide by 2"),
-        (["--num_inference_steps", "5000"], "5000 sampling steps are not possible"),
-        (["--ema_widths", "0.05", "0.4"], "--ema_widths must be a number above 0 and below"),
-        (["--model_preset", "XXXL"], "unknown --model_preset 'XXXL'\nchoose from digits16, small32, small64, XXS"),
-    ],
-)
-def test_bad_input_is_named(train_edm, flags, tmp_path, options, message):
-    with pytest.raises(UserError, match=message):
-        train_edm([*flags, "--output_dir", tmp_path / "run", *options])
+def test_a_chain_that_is_not_possible_is_refused_before_the_first_update(train_edm, flags, tmp_path):
+    with pytest.raises(UserError, match="5000 sampling steps are not possible"):
+        train_edm([*flags, "--output_dir", tmp_path / "run", "--num_inference_steps", "5000"])
 
 
 def test_another_network_s_config_is_refused(train_edm, flags, tiny_flags, tmp_path):

@@ -25,7 +25,6 @@ from utils.training.progress import ProgressBar
 from utils.training.validation import Validation
 
 plan_with = test_memory_plan.plan_with  # a fixture
-MIB = 2**20
 
 
 class Seen(nn.Module):

@@ -168,17 +168,6 @@ def test_a_dry_run_says_what_is_needed_and_touches_nothing(train_script, script_
 
 
 @pytest.mark.slow
-def test_a_dry_run_with_an_automatic_batch_size_tries_nothing_out(train_script, script_flags, tried, capsys, tmp_path):
-    flags = [*script_flags, "--train_batch_size", "auto", "--global_batch_size", 8, "--output_dir", tmp_path / "run"]
-    assert train_script([*flags, "--dry_run"]) == 0
-    assert tried == []
-    printed = capsys.readouterr().out
-    assert "8 images of 1x16x16 in each of 1 micro steps" in printed and "a run tests it" in printed
-    assert train_script([*flags, "--max_train_steps", 1]) == 0
-    assert tried == [8, 4]
-
-
-@pytest.mark.slow
 def test_an_automatic_batch_size_resumes_as_the_same_run(train, tiny_flags, tmp_path, monkeypatch):
     """Found with little memory, kept with much; the weights are those of a run that was given the same split."""
     most = [2]
