@@ -34,6 +34,7 @@ HEALTHY = {
     "bf16, accumulation": ["--mixed_precision", "bf16", "--gradient_accumulation_steps", "2", "--train_batch_size", "4"],
     "penalty, adaptive clipping": ["--l1_weight", "1e-4", "--adaptive_clipping"],
     "flips, jitter": ["--random_flip", "--color_jitter", "0.2", "--optimizer", "rmsprop"],
+    "transforms": ["--augment_probability", "0.3"],
     "no averages": ["--no-use_ema"],
     "dropout, checkpointing": ["--dropout", "0.3", "--gradient_checkpointing"],
     "workers, no clipping": ["--dataloader_num_workers", "1", "--max_grad_norm", "0"],
@@ -43,7 +44,8 @@ HEALTHY = {
 @pytest.mark.parametrize("kind", slow_turns(*HEALTHY, ids=list(HEALTHY)))
 def test_nothing_is_found_in_a_healthy_run_and_every_stage_is_measured(train_script, script, script_flags, tmp_path, kind):
     assert train_script([*script_flags, *RHYTHM, *HEALTHY[kind], "--output_dir", tmp_path]) == 0
-    assert step_seen(tmp_path) == (OF_SCRIPT[script] - ({"ema"} if kind == "no averages" else set()), {})
+    expected = OF_SCRIPT[script] | ({"condition"} if kind == "transforms" else set())
+    assert step_seen(tmp_path) == (expected - ({"ema"} if kind == "no averages" else set()), {})
 
 
 @pytest.mark.slow
