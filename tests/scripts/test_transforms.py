@@ -19,7 +19,8 @@ IMAGES, LEVELS = torch.randn(3, 1, 16, 16, generator=torch.Generator().manual_se
 def test_zeros_change_nothing_and_others_do(name):
     torch.manual_seed(0)
     network, config = NETWORKS[name]
-    unet = network.from_config(config | {"in_channels": 1, "out_channels": 1, "sample_size": 16, "num_class_embeds": None}).eval()
+    sizes = {"in_channels": 1, "out_channels": 1, "sample_size": 16, "num_class_embeds": None}
+    unet = network.from_config(config | sizes).eval()
     for parameter in unet.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))  # nothing is 0
     plain, names = unet(IMAGES, LEVELS).sample, unet.state_dict().keys()

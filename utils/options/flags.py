@@ -81,7 +81,7 @@ class TrainingDataOptions(DataOptions):
     augment_probability: float = flag(
         0.0,
         "turn, scale, stretch, shift and mirror images, and tell the network how, so that samples are not: chance of each "
-        "(0; 0.12 to 0.15 for small sets)",
+        "(0; in Karras et al. 2022 0.12 to 0.15)",
         at_least=0,
         below=1,
     )
