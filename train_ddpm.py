@@ -37,6 +37,7 @@ from utils.diffusion import flow
 from utils.diffusion.classes import class_of_samples, classes_known, embedded, needed_classes, training_labels
 from utils.diffusion.ddpm import describe_schedule, loss_per_sample, loss_weights, scheduler_of, training_target
 from utils.diffusion.objective import CODE_LOADER, Losses, Objective
+from utils.diffusion.transforms import ToldUNet
 from utils.diffusion.unet import make_unet, use_xformers
 from utils.optim.nonfinite import propagate_nonfinite, step_if_finite
 from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, set_learning_rate
@@ -56,7 +57,8 @@ class DDPM(Objective):
     level, loader = "timesteps", "DDPMPipeline.from_pretrained({path!r})"
 
     def __init__(self, unet: nn.Module, options: DDPMOptions, device: torch.device, start: Pretrained | None = None):
-        self.network = self.exported = unet
+        self.exported = unet
+        self.network = ToldUNet(unet) if options.augment_probability else unet
         self.options, self.classes = options, classes_known(unet)
         self.loader = CODE_LOADER if self.classes or options.vae else type(self).loader
         self.noise_scheduler = start.make_scheduler() if start else scheduler_of(vars(options))
@@ -71,18 +73,25 @@ class DDPM(Objective):
         else:
             timesteps = (places * self.num_ranks).long().to(batch.clean_images.device)
         drawn = {"clean_images": batch.clean_images, "noise": batch.noise, "timesteps": timesteps}
+        drawn |= {} if batch.transforms is None else {"transforms": batch.transforms}
         if not self.classes:
             return drawn
         dropout = self.options.label_dropout if places is None else 0.0
         return drawn | {"labels": training_labels(self.seed, batch.sample_numbers, batch.classes(), dropout)}
 
     def losses(
-        self, network: nn.Module, clean_images: Tensor, noise: Tensor, timesteps: Tensor, labels: Tensor | None = None
+        self,
+        network: nn.Module,
+        clean_images: Tensor,
+        noise: Tensor,
+        timesteps: Tensor,
+        labels: Tensor | None = None,
+        **transforms: Tensor,
     ) -> Losses:
         noisy_images = self.noise_scheduler.add_noise(clean_images, noise, timesteps)
         target = training_target(self.noise_scheduler, clean_images, noise, timesteps)
         told = () if labels is None else (embedded(labels, self.classes),)
-        losses = loss_per_sample(network(noisy_images, timesteps, *told).sample, target, self.weigh(timesteps))
+        losses = loss_per_sample(network(noisy_images, timesteps, *told, **transforms).sample, target, self.weigh(timesteps))
         return Losses(losses, losses)
 
     def weigh(self, timesteps: Tensor) -> Tensor:

@@ -57,7 +57,8 @@ class EDM2(Objective):
     network: edm2.EDM2Denoiser
 
     def __init__(self, unet: EDM2UNet, options: EDM2Options, start: Pretrained | None = None):
-        self.network, self.exported = edm2.EDM2Denoiser(unet, options.sigma_data, options.seed), unet
+        denoiser = edm2.EDM2Denoiser(unet, options.sigma_data, options.seed, bool(options.augment_probability))
+        self.network, self.exported = denoiser, unet
         self.noise_scheduler = EDMHeunScheduler(sigma_data=options.sigma_data)
         self.options, self.classes = options, unet.config.num_class_embeds
         self.kept, self.notes = (start.kept, start.notes) if start else ({}, [])
@@ -70,11 +71,14 @@ class EDM2(Objective):
             labels = training_labels(options.seed, batch.sample_numbers, labels, options.label_dropout)
         else:
             sigmas = edm2.noise_levels_at(places, options.P_mean, options.P_std).float().to(labels.device)
-        return {"clean_images": batch.clean_images, "noise": batch.noise, "sigmas": sigmas, "labels": labels}
+        drawn = {"clean_images": batch.clean_images, "noise": batch.noise, "sigmas": sigmas, "labels": labels}
+        return drawn | ({} if batch.transforms is None else {"transforms": batch.transforms})
 
-    def losses(self, network: nn.Module, clean_images: Tensor, noise: Tensor, sigmas: Tensor, labels: Tensor) -> Losses:
+    def losses(
+        self, network: nn.Module, clean_images: Tensor, noise: Tensor, sigmas: Tensor, labels: Tensor, **transforms: Tensor
+    ) -> Losses:
         noisy_images = clean_images + sigmas[:, None, None, None] * noise
-        denoised, uncertainty = network(noisy_images, sigmas, labels)
+        denoised, uncertainty = network(noisy_images, sigmas, labels, **transforms)
         return edm2.losses_per_sample(denoised, clean_images, sigmas, uncertainty, self.options.sigma_data)
 
     def ranks(self, sigmas: Tensor, **_: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class DeclaredDoctor:
             "noise": bool(drawn),
             "timestep": any(one.mixture is not None and one.mixture.told for one, _ in drawn),
             "input": any(one.mixture is not None for one, _ in drawn),
-            "condition": any(told.labels is not None and one.conditions.given for one, told in drawn),
+            "condition": any(told.conditions and one.conditions.given for one, told in drawn),
             "network": any(told.layers for _, told in drawn),
             "target": any(one.p is not None for one in asked),
             "weight": any(one.slope is not None for one in asked),

@@ -76,7 +76,8 @@ class DeclaredRun:
         self._limit = plan.limit
         self._others: list[Found] = []  # of files, of data and of other processes
         self._told: set[str] = set()  # codes
-        self._batches: list[tuple[Tensor, Tensor]] = []  # samples and images of each micro step
+        # Samples of each micro step, their images, and what the network is told of these.
+        self._batches: list[tuple[Tensor, Tensor, Tensor | None]] = []
         # What a repeated update changes.
         self.counters: Sequence[object] = [plan.limit] if isinstance(plan.limit, AdaptiveLimit) else []
 
@@ -93,13 +94,22 @@ class DeclaredRun:
         self._session.resting = False
         self._session.begin(update, self.looks, loss_scale() if self.looks else 1.0)
 
-    def add(self, numbers: Tensor, images: Tensor, noise: Tensor, levels: Tensor, labels: Tensor | None) -> None:
-        """What a micro step is of, before the network's pass, and the numbers of its samples in the run."""
-        self._session.tell(images, noise, levels, labels)
-        self._data.begin_micro_step(numbers)
-        self._find(lambda: self._data.add(images, labels))
+    def add(
+        self,
+        samples: Tensor,
+        images: Tensor,
+        noise: Tensor,
+        levels: Tensor,
+        labels: Tensor | None,
+        numbers: Tensor | None = None,
+    ) -> None:
+        """What a micro step is of, before the network's pass: `samples` by their numbers in the run. `numbers` [B, N] that the
+        network is told of each image, see `Declaration`; an image of which they are all 0 is to be as in its file."""
+        self._session.tell(images, noise, levels, labels, numbers)
+        self._data.begin_micro_step(samples)
+        self._find(lambda: self._data.add(images, labels, numbers))
         if self.looks:
-            self._batches.append((numbers, images))
+            self._batches.append((samples, images, numbers))
 
     def stepped(self, norm: Tensor, finite: Tensor, limit_taken: Tensor | float, turned_down: Callable[[], int]) -> None:
         """When the weights are those of the next update. `norm`: the gradient's, before it was clipped to `limit_taken`;
@@ -124,8 +134,8 @@ class DeclaredRun:
         if between or self.looks:
             self._session.leave()
         if self.looks:
-            numbers, images = zip(*self._batches)
-            self._find(lambda: self._data.found(made - 1, numbers, images))
+            parts = list(zip(*self._batches))
+            self._find(lambda: self._data.found(made - 1, *parts))
             self._batches = []
             self._add(self._gather(self._of_this_process()))
         if reported and isinstance(self._limit, AdaptiveLimit):

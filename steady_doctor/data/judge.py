@@ -48,34 +48,43 @@ class DataJudge:
     def begin_micro_step(self, numbers: Tensor) -> None:
         self._pending = numbers
 
-    def add(self, images: Tensor, labels: Tensor | None) -> list[Found]:
-        """What the micro step under way was of: clean images [B, C, H, W], and labels as the network gets them, int64 [B].
-        Returns what was found in images that were waited for."""
+    def add(self, images: Tensor, labels: Tensor | None, told: Tensor | None = None) -> list[Found]:
+        """What the micro step under way was of: clean images [B, C, H, W], and labels as the network gets them, int64 [B]; and
+        what it is `told` of each image [B, N]. Returns what was found in images that were waited for."""
         numbers, found = self._pending, list[Found]()
         if numbers is None:
             return found
         if self._again and not self._again.isdisjoint(listed := numbers.tolist()):
             places = [place for place, number in enumerate(listed) if number in self._again]
             self._again.difference_update(listed)
-            found = list(self._compare(int(numbers[0]) // self._of_update + 1, numbers[places], images[places]))
+            told = None if told is None else told[places]
+            found = list(self._compare(int(numbers[0]) // self._of_update + 1, *_plain(numbers[places], images[places], told)))
         if self._kept < _SAMPLES:
             self._kept += len(numbers)
             self._numbers.append(numbers.clone())  # a worker's tensor holds a file descriptor
             self._told += [] if labels is None else [labels.detach()]
         return found
 
-    def found(self, step: int, numbers: Sequence[Tensor | None], images: Sequence[Tensor | None]) -> Iterator[Found]:
+    def found(
+        self,
+        step: int,
+        numbers: Sequence[Tensor | None],
+        images: Sequence[Tensor | None],
+        told: Sequence[Tensor | None] | None = None,
+    ) -> Iterator[Found]:
         """Of all samples so far, and of the update after `step` finished ones: the `numbers` of the samples of each micro step
-        and their `images`, None where they are not known. Images of one micro step in turn are looked at."""
+        and their `images`, None where they are not known. Images of one micro step in turn are looked at: those of which the
+        network is `told` zeros, which are to be as in their files, where it is told anything."""
         declared, update, turn = self._declared, step + 1, self._looks % max(len(numbers), 1)
         if not self._looked and declared.process == 0 and self._table is not None:
             self._looked = True
             yield from self._whole(update, self._table)
         yield from self._position(update, numbers)
         if numbers and (samples := numbers[turn]) is not None:
-            places = _places(len(samples), max(declared.images.sides), self._looks // len(numbers))
             self._looks += 1
             if (shown := images[turn]) is not None and not self._misread:
+                samples, shown = _plain(samples, shown, told[turn] if told else None)
+                places = _places(len(samples), max(declared.images.sides), (self._looks - 1) // len(numbers))
                 found = list(self._compare(update, samples[places], shown[places]))
                 self._misread = bool(found)  # once said, a fault is not looked into again
                 yield from found
@@ -120,7 +129,7 @@ class DataJudge:
     def _compare(self, update: int, numbers: Tensor, images: Tensor) -> Iterator[Found]:
         """Images of samples beside their files."""
         declared, table = self._declared.images, self._table
-        if table is None or (self._latents is not None and self._looks > _ENCODED):
+        if table is None or not len(numbers) or (self._latents is not None and self._looks > _ENCODED):
             return
         self.compared += len(numbers)
         rows = self._given.shown_rows(numbers)
@@ -153,6 +162,14 @@ class DataJudge:
             )
         if self._told and declared.classes and table.labels is not None:
             yield from check_labels(update, torch.cat(self._told).cpu().numpy(), table.labels[shown], declared.dropout)
+
+
+def _plain(samples: Tensor, images: Tensor, told: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Those of which the network is told zeros, or nothing."""
+    if told is None:
+        return samples, images
+    plain = ~told.any(1)
+    return samples[plain.to(samples.device)], images[plain]
 
 
 def _places(count: int, longer: int, turn: int) -> list[int]:

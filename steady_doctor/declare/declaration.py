@@ -61,3 +61,4 @@ class Declaration:
     trained: Callable[[str], bool] = lambda name: True  # by the name of a parameter
     classes: int = 0  # that the network is told of
     no_class: int = -1  # what it is told for no class
+    numbers: int = 0  # of each image, that it is told beside: 0 what needs no telling

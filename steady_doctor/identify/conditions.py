@@ -126,11 +126,8 @@ def _of_data(tape: Tape, value: Op) -> bool:
 
 def _condition(tape: Tape, op: Op, mixture: Mixture) -> Condition:
     value = tape.value(op)
-    flat = value.detach().reshape(len(value), -1).double()
-    weights = torch.linspace(1, 2, flat.shape[1], dtype=torch.float64, device=flat.device)
-    rows = torch.stack([flat.sum(1), flat @ weights], 1).cpu()
-    largest = float(flat.abs().max()) if flat.numel() else 0.0
-    found = Condition(op.shape, False, rows, largest, op.floating, False, as_labels(value))
+    largest = float(value.abs().max()) if value.numel() else 0.0
+    found = Condition(op.shape, False, sums_of_rows(value), largest, op.floating, False, as_labels(value))
     before = _before_draws(tape, op)
     found.varies = before is not None
     if before is not None and before is not op:
@@ -141,6 +138,13 @@ def _condition(tape: Tape, op: Op, mixture: Mixture) -> Condition:
         found.is_clean = _is_answer(value, mixture.clean_value, mixture.where)
         found.own, found.images = _rows(tape, op, mixture.clean)
     return found
+
+
+def sums_of_rows(value: Tensor) -> Tensor:
+    """Two sums of each row, by which rows are told apart, float64 [B, 2]."""
+    flat = value.detach().reshape(len(value), -1).double()
+    weights = torch.linspace(1, 2, flat.shape[1], dtype=torch.float64, device=flat.device)
+    return torch.stack([flat.sum(1), flat @ weights], 1).cpu()
 
 
 def _is_answer(value: Tensor, clean: Tensor, where: Tensor) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from steady_doctor.identify.conditions import sums_of_rows
 from steady_doctor.identify.fit import fit
 from steady_doctor.identify.mixture import Given, Mixture, Nothing, find_told, given_to_network, numel
 from steady_doctor.identify.target import Target, gradient_of
@@ -35,6 +36,7 @@ class Drawn:
 
     levels: Tensor
     labels: Tensor | None  # int64
+    numbers: Tensor | None  # [B, 2], as of a `Condition`'s rows
     noise: dict[str, tuple[float, int]]  # sums over the noise, and of how many numbers; see `sums_of`
     marks: list[int]  # equal ones mean the same noise, also of another sign or order
     generator: int  # the state of the random generator before the pass
@@ -45,12 +47,18 @@ class Drawn:
     products: tuple[torch.dtype, ...] = ()  # in which other layers and attention compute
     penalty: dict[int, Tensor] | None = None  # gradients of the loss by parameters, the output being fixed; None: not known
 
+    @property
+    def conditions(self) -> int:
+        """How many were told."""
+        return (self.labels is not None) + (self.numbers is not None)
+
 
 def drawn_of(told: Told, place: int) -> Drawn:
     clean, noise, labels = told.clean[place], told.noise[place], told.labels[place] if told.labels else None
     levels = told.levels[place].reshape(-1).double().cpu()
     labels = None if labels is None else labels.reshape(-1).long().cpu()
-    return Drawn(levels, labels, sums_of(noise, clean), marks_of(noise), told.generators[place], told.loss_scale)
+    numbers = sums_of_rows(told.numbers[place]) if told.numbers else None
+    return Drawn(levels, labels, numbers, sums_of(noise, clean), marks_of(noise), told.generators[place], told.loss_scale)
 
 
 def told_mixture(recorded: Recorded, forward: list[Op], place: int) -> tuple[Mixture, Tensor]:

@@ -140,10 +140,11 @@ def _sorted(labels: Tensor) -> bool:
 
 
 def ignored(seen: Seen) -> Iterator[Found]:
-    """The parameters that read a condition get no gradient at all."""
+    """The parameters that read a condition get no gradient at all, though it is not all zeros."""
     cleared = {step.update.number for step in seen.steps if step.update.gradient.cleared_at_step}
     for looks in _places(seen).values():
-        late = [(update, one) for update, one in looks if update >= LATE and update not in cleared]
+        says = [(update, one) for update, one in looks if one.largest > 0 or not one.floating]
+        late = [(update, one) for update, one in says if update >= LATE and update not in cleared]
         if len(late) >= LOOKS - 1 and all(one.ignored for _, one in late):
             yield Found("condition-ignored", late[0][0], {"shape": late[0][1].shape, "updates": len(late)})
 

@@ -276,7 +276,23 @@ def labels(seen: Seen) -> Iterator[Found]:
             if not given and (is_told or bool((wanted == declared.no_class).all())):
                 continue
             same = given[0] == wanted if given and len(given[0]) == len(wanted) else torch.zeros(len(wanted), dtype=torch.bool)
-            yield Found("condition-not-drawn", update, {"others": int((~same).sum()), "of": len(wanted)})
+            yield Found("condition-not-drawn", update, {"what": "labels", "others": int((~same).sum()), "of": len(wanted)})
 
 
-LAWS = (noise, again, shared, levels, told, input_, labels, target, weight, learned)
+def numbers(seen: Seen) -> Iterator[Found]:
+    """The network is told the numbers of each image. What is told nothing is told zeros."""
+    for update, one, declared in _drawn(seen):
+        if not declared.numbers or one.mixture is None or one.conditions.not_recorded or one.not_recorded:
+            continue
+        count, wanted = one.mixture.size, one.drawn.numbers
+        given = [known.rows for known in one.conditions.given if known.shape == (count, declared.numbers)]
+        others = count
+        if wanted is not None:
+            room = max(EXACT, 4 * _output_precision(one)) * (1 + wanted.abs().amax())
+            others = min(int(((rows - wanted).abs() > room).any(1).sum()) for rows in [*given, torch.zeros_like(wanted)])
+        if others:
+            figures = {"what": f"{declared.numbers} numbers", "others": others, "of": count}
+            yield Found("condition-not-drawn", update, figures)
+
+
+LAWS = (noise, again, shared, levels, told, input_, labels, numbers, target, weight, learned)

@@ -27,6 +27,7 @@ class Told:
     noise: list[Tensor] = field(default_factory=list)
     levels: list[Tensor] = field(default_factory=list)
     labels: list[Tensor] = field(default_factory=list)
+    numbers: list[Tensor] = field(default_factory=list)  # [B, N], see `Declaration.numbers`
     generators: list[int] = field(default_factory=list)  # states of the random generator as each pass begins
     loss_scale: float = 1.0  # that the loss is multiplied by before it is differentiated
     limit: float | None = None  # that the gradient's norm is to be clipped to; 0: none
@@ -134,11 +135,11 @@ class Driven(Session):
     def _sampled(self, average: Mapping[str, Tensor], names: list[str]) -> Samples:
         return Samples([average.get(name) for name in names])
 
-    def tell(self, clean: Tensor, noise: Tensor, levels: Tensor, labels: Tensor | None) -> None:
+    def tell(self, clean: Tensor, noise: Tensor, levels: Tensor, labels: Tensor | None, numbers: Tensor | None = None) -> None:
         """Of a micro step, before the network's pass."""
-        self._safely(self._tell, clean, noise, levels, labels)
+        self._safely(self._tell, clean, noise, levels, labels, numbers)
 
-    def _tell(self, clean: Tensor, noise: Tensor, levels: Tensor, labels: Tensor | None) -> None:
+    def _tell(self, clean: Tensor, noise: Tensor, levels: Tensor, labels: Tensor | None, numbers: Tensor | None) -> None:
         if self._kept < MOST_LEVELS:
             self._kept += levels.numel()
             self.levels.append(levels.detach().reshape(-1))
@@ -154,9 +155,10 @@ class Driven(Session):
         for tensor, kind, into in ((clean, "data", told.clean), (noise, "drawn", told.noise), (levels, "drawn", told.levels)):
             into.append(tensor.detach())
             self.tape.known([tensor], kind)
-        if labels is not None:
-            told.labels.append(labels.detach())
-            self.tape.known([labels], "data")
+        for tensor, into in ((labels, told.labels), (numbers, told.numbers)):
+            if tensor is not None:
+                into.append(tensor.detach())
+                self.tape.known([tensor], "data")
 
     def stepped(
         self,

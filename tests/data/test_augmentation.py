@@ -1,4 +1,4 @@
-"""Scaling, flip and color jitter against exact values and against Pillow's enhancers."""
+"""Scaling, flip, color jitter and transforms against exact values and against Pillow's enhancers."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from PIL import Image, ImageEnhance
 
 from utils.core import randomness
-from utils.data.augmentation import augment, to_unit_range
+from utils.data.augmentation import augment, draw_transforms, to_unit_range, transformed
 
 IMAGES = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (64, 3, 9, 8), dtype=np.uint8))
 NUMBERS = torch.arange(64) + 10**10
@@ -79,3 +79,59 @@ def test_color_jitter_of_gray_images_scales_brightness_and_contrast():
     expected = (mean + (expected - mean) * contrast[:, None, None, None]).clamp(0, 1)
     np.testing.assert_allclose(out, expected * 2 - 1, rtol=0, atol=1e-5)
     assert out.shape == gray.shape
+
+
+UNEVEN = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+STAIRS = torch.zeros(1, 1, 32, 32)
+STAIRS[..., 12:20, 10:22] = 1
+
+
+def one(images: torch.Tensor, **numbers: float) -> torch.Tensor:
+    """`images` transformed by one vector, whose numbers that are not named are 0."""
+    vector = torch.tensor([[numbers.get(f"n{place}", 0.0) for place in range(9)]])
+    return transformed(images, vector.expand(len(images), -1))
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (one(UNEVEN, n0=1), UNEVEN.flip(-1)),
+        (one(UNEVEN, n1=1), UNEVEN.flip(-2)),
+        (one(UNEVEN, n3=-1, n4=1), UNEVEN.rot90(-1, (-2, -1))),
+        (one(UNEVEN, n3=-2, n0=1, n1=1), UNEVEN),  # half a turn, and both mirrors
+        (one(UNEVEN, n7=1)[..., 1:], UNEVEN[..., :-1]),  # an eighth of the image
+        (one(UNEVEN, n7=1)[..., 0], UNEVEN[..., 0]),  # beyond its edge as in a mirror
+        (one(UNEVEN, n8=-2)[..., :-2, :], UNEVEN[..., 2:, :]),
+    ],
+)
+def test_a_transform_is_what_its_numbers_say(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "height", "width"), [({}, 8, 12), ({"n2": 5}, 16, 24), ({"n5": 5}, 4, 24), ({"n5": -5}, 16, 6)]
+)
+def test_sizes_and_stretches_are_powers_of_two(numbers, height, width):
+    bright = one(STAIRS, **numbers)[0, 0, 8:24, 4:28] > 0.5  # without what its edges mirror
+    assert (int(bright.any(1).sum()), int(bright.any(0).sum())) == (height, width)
+
+
+def test_a_stretch_has_one_pair_of_numbers():
+    """Along one axis as much as across the other; and it is undone by its opposite."""
+    torch.testing.assert_close(one(STAIRS, n6=2)[0, 0].T, one(STAIRS.mT, n6=2)[0, 0], rtol=0, atol=1e-5)
+    smooth = torch.cos(torch.linspace(-3, 3, 32))[None, None, :, None] * torch.linspace(-1, 1, 32)
+    there_and_back = one(one(smooth, n5=1, n6=-1), n5=-1, n6=1)
+    assert (there_and_back - smooth)[..., 8:24, 8:24].abs().max() < 0.02 < (one(smooth, n5=1, n6=-1) - smooth).abs().max()
+
+
+def test_transforms_belong_to_the_sample_and_images_of_zeros_keep_their_bits():
+    images, many = to_unit_range(IMAGES, 255), torch.arange(4000)
+    numbers = draw_transforms(3, NUMBERS, 0.3)
+    whole, plain = transformed(images, numbers), ~numbers.any(1)
+    assert 0 < plain.sum() < 32 and torch.equal(whole[plain], images[plain])
+    assert (whole - images)[~plain].flatten(1).abs().amax(1).min() > 0.01 and whole.abs().max() <= 1
+    parts = [transformed(images[i : i + 5], draw_transforms(3, NUMBERS[i : i + 5], 0.3)) for i in range(0, 64, 5)]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-5)
+    assert not torch.equal(draw_transforms(4, NUMBERS, 0.3), numbers)
+    shares = (draw_transforms(0, many, 0.2) != 0).float().mean(0)
+    torch.testing.assert_close(shares, torch.tensor([0.5, 0.1, *[0.2] * 7]), rtol=0, atol=0.03)

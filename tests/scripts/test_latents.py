@@ -285,6 +285,7 @@ def test_an_edm2_run_has_the_settings_of_latents(vae):
         ({"--vae": "{folder}"}, r"cannot load --vae .*config\.json"),
         ({"--vae": "{folder}/unet"}, r"of the class UNet2DModel, which is not supported\nuse one of AutoencoderKL"),
         ({"--model_config_name_or_path": "{folder}/unet"}, r"in_channels and out_channels are 1 and 1, but the latents have 3"),
+        ({"--augment_probability": "0.1"}, r"--augment_probability and --vae"),
         ({"--color_jitter": "0.1"}, r"--color_jitter and --vae"),
         ({"--pretrained": "x"}, r"--latent_scale and --pretrained: a pipeline of latents has its own scale"),
     ],

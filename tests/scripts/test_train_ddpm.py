@@ -28,7 +28,7 @@ def split_runs(server, tiny_flags, tmp_path_factory) -> dict[str, Path]:
     """20 updates of the same run, split in three ways."""
     folder = tmp_path_factory.mktemp("split")
     flags = [*tiny_flags, "--max_train_steps", "20", "--validation_images", "16"]
-    flags += ["--random_flip", "--color_jitter", "0.1", "--validation_steps", "10"]
+    flags += ["--random_flip", "--color_jitter", "0.1", "--augment_probability", "0.2", "--validation_steps", "10"]
     splits = {"1x8": (1, 8, 1), "1x4x2": (1, 4, 2), "2x4": (2, 4, 1)}
     for name, (processes, batch, accumulation) in splits.items():
         split = ["--train_batch_size", batch, "--gradient_accumulation_steps", accumulation, "--output_dir", folder / name]
@@ -55,6 +55,7 @@ def test_splits_of_a_batch_train_alike(split_runs, split):
     "options",
     [
         pytest.param([], id="plain"),
+        pytest.param(["--augment_probability", "0.3", "--objective", "flow"], id="transforms"),
         *slow_turns(
             ["--dropout", "0.3", "--optimizer", "rmsprop", "--prediction_type", "v_prediction", "--no-use_ema"],
             ["--cache_images", "no", "--dataloader_num_workers", "2", "--balanced_sampling", "--snr_gamma", "5"],

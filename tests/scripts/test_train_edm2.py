@@ -164,7 +164,7 @@ def test_reconstruction_works_for_the_other_script_s_runs(train, tiny_flags, tmp
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(["--dropout", "0.2", "--label_dropout", "0.5", "--random_flip"], id="dropout"),
+        pytest.param(["--dropout", "0.2", "--label_dropout", "0.5", "--augment_probability", "0.3"], id="dropout"),
         *slow_turns(
             ["--mixed_precision", "bf16", "--gradient_checkpointing", "--ema_type", "exponential", "--no-class_conditional"],
             ["--no-force_weight_norm", "--no-use_ema", "--dataloader_num_workers", "1", "--adaptive_clipping"],

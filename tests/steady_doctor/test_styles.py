@@ -438,7 +438,9 @@ def test_an_augmentation_that_the_network_is_told_is_no_noise_level(told, codes)
     assert found == codes and "scaled for sigma_data 0.5, EDM's target" in said
 
 
-@pytest.mark.parametrize(("shares", "codes"), [(ALPHA_BAR, ["input-no-square-roots"]), (1 - torch.arange(1, T + 1) / T, [])])
+@pytest.mark.parametrize(
+    ("shares", "codes"), [(ALPHA_BAR, ["input-no-square-roots"]), (1 - torch.arange(1, T + 1) / (T + 1), [])]
+)
 def test_a_straight_path_is_in_even_steps(shares, codes):
     network = Network()
 

@@ -120,8 +120,8 @@ def reports(folder: Path) -> list[dict]:
 
 
 EVERY_OPTION = {
-    "train_ddpm.py": """--random_flip --color_jitter 0.1 --dropout 0.1 --spectral_norm --l1_weight 1e-6
-        --prediction_type v_prediction --snr_gamma 5 --ema_type power --optimizer adam --balanced_sampling""",
+    "train_ddpm.py": """--random_flip --color_jitter 0.1 --augment_probability 0.2 --dropout 0.1 --spectral_norm
+        --l1_weight 1e-6 --prediction_type v_prediction --snr_gamma 5 --ema_type power --optimizer adam --balanced_sampling""",
     "train_edm2.py": """--random_flip --dropout 0.1 --ema_type exponential --gradient_checkpointing
         --max_grad_norm 0 --no-class_conditional""",
 }

@@ -32,6 +32,12 @@ RHYTHM = ["--validation_images", "16", "--validation_steps", "4", "--save_images
 
 
 @pytest.mark.slow
+def test_the_numbers_of_transforms_are_a_condition(train_script, script, script_flags, tmp_path):
+    assert train_script([*script_flags, *RHYTHM, "--augment_probability", "0.3", "--output_dir", tmp_path]) == 0
+    assert step_seen(tmp_path) == (OF_SCRIPT[script] | {"condition"}, {})
+
+
+@pytest.mark.slow
 def test_a_compiled_run_is_looked_at_in_its_reports_and_runs_compiled_between_them(train, tiny_flags, tmp_path):
     flags = ["--compile", "--max_train_steps", "4", "--logging_steps", "2", "--output_dir", tmp_path]
     assert train([*tiny_flags, *flags]) == 0

@@ -1,11 +1,19 @@
-"""Integer images -> floats in [-1, 1], flipped and jittered on the device, each as a function of its sample number."""
+"""Integer images -> floats in [-1, 1], flipped and jittered on the device, each as a function of its sample number.
+
+Beside them the geometric transforms of Karras et al. 2022 (appendix F.2), of which the network is told: nine numbers of each
+image, all of them 0 for an image as it is. So the network learns from turned images, too, and makes none when told zeros.
+"""
+
+import math
 
 import torch
-from torch.nn.functional import adaptive_avg_pool2d
+from torch.nn.functional import adaptive_avg_pool2d, grid_sample
 
 from utils.core import randomness
 
+TRANSFORM_NUMBERS = 9
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in Pillow's "L"
+_LOG_SCALE, _SHIFT = 0.2 * math.log(2), 1 / 8  # standard deviations, of the logarithm of sizes and in image sides
 
 
 def to_unit_range(images: torch.Tensor, max_value: int) -> torch.Tensor:
@@ -65,3 +73,48 @@ def _gray(pixels: torch.Tensor) -> torch.Tensor:
         return pixels
     red, green, blue = pixels.split(1, dim=1)
     return _LUMA[0] * red + _LUMA[1] * green + _LUMA[2] * blue
+
+
+def draw_transforms(seed: int, sample_numbers: torch.Tensor, probability: float) -> torch.Tensor:
+    """Nine numbers of each sample, float32 [batch, 9], on the device of `sample_numbers` int64 [batch]:
+
+    0 mirrored left to right (1 or 0), half of all samples; 1 upside down (1 or 0), half of those drawn;
+    2 logarithm of the size; 3, 4 cosine - 1 and sine of the rotation, by any angle;
+    5, 6 logarithm of the stretch x cosine and sine of twice its axis's angle, one pair for one stretch; 7, 8 shift to the right
+    and down.
+
+    Logarithms and shifts are standard normal, and x stands for 2^(0.2 x) and x / 8 image sides. Each transform but the first is
+    drawn with `probability`, and what is not drawn is 0.
+    """
+    uniforms = randomness.uniform(seed, "transforms", sample_numbers, 9)
+    drawn = (uniforms[:, :5] < probability).float()
+    mirrored, upside_down = (uniforms[:, 5:7] < 0.5).float().unbind(1)
+    rotation, axis = (math.pi * (2 * uniforms[:, 7:] - 1)).unbind(1)
+    size, stretch, *shift = randomness.normal(seed, "transforms", sample_numbers, (4,)).unbind(1)
+    flipped, sized, turned, stretched, shifted = drawn.unbind(1)
+    rotation, stretch = rotation * turned, stretch * stretched
+    turns = [rotation.cos() - 1, rotation.sin(), stretch * (2 * axis).cos(), stretch * (2 * axis).sin()]
+    return torch.stack([mirrored, upside_down * flipped, size * sized, *turns, *(part * shifted for part in shift)], dim=1)
+
+
+def transformed(pixels: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Images [batch, channels, height, width] that are transformed as the `numbers` of `draw_transforms` say: mirrored, scaled,
+    rotated, stretched and shifted about the center, in this order.
+
+    All in one bilinear resampling, where the image goes on beyond its edges as in a mirror. An image whose numbers are 0 keeps
+    its bits. Written out for a 2x2 matrix, as a product of matrices on a GPU may be rounded to 10 bits (TF32).
+    """
+    height, width = pixels.shape[-2:]
+    mirrored, upside_down, size, cosine, sine, along, across, right, down = numbers[:, :, None, None].unbind(1)
+    x = torch.arange(width, device=pixels.device) - (width - 1) / 2 - right * _SHIFT * width
+    y = (torch.arange(height, device=pixels.device) - (height - 1) / 2)[:, None] - down * _SHIFT * height
+    # Back from each new pixel to where it comes from: the stretch's inverse is cosh(s) 1 - sinh(s) (reflection at its axis).
+    stretch = torch.hypot(along, across).clamp(min=1e-6)
+    even, odd = (stretch * _LOG_SCALE).cosh(), (stretch * _LOG_SCALE).sinh() / stretch
+    x, y = (even - odd * along) * x - odd * across * y, (even + odd * along) * y - odd * across * x
+    x, y = (1 + cosine) * x + sine * y, (1 + cosine) * y - sine * x
+    scale = (-_LOG_SCALE * size).exp()
+    x, y = (1 - 2 * mirrored) * scale * x, (1 - 2 * upside_down) * scale * y
+    grid = torch.stack([x * (2 / width), y * (2 / height)], dim=-1)
+    resampled = grid_sample(pixels, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+    return torch.where(numbers.any(dim=1)[:, None, None, None], resampled, pixels)

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from utils.core import randomness
 from utils.core.errors import UserError
-from utils.data.augmentation import augment, to_unit_range
+from utils.data.augmentation import augment, draw_transforms, to_unit_range, transformed
 from utils.data.autoencoder import Autoencoder
 from utils.data.cache import Progress
 from utils.data.dataset import ImageSet, load_images, spread
@@ -26,6 +26,7 @@ class Batch(NamedTuple):
     clean_images: torch.Tensor  # float32 [B, C, H, W] in [-1, 1]; or normalized latents
     noise: torch.Tensor  # of the same shape, unit variance
     labels: torch.Tensor | None  # the images' classes, int64 [B], still on the host; None where they have none
+    transforms: torch.Tensor | None = None  # what was done to each image, see `draw_transforms`; None where nothing ever is
 
     def classes(self) -> torch.Tensor:
         """Returns the labels on the device, -1 where there are none."""
@@ -65,6 +66,7 @@ class TrainingSamples:
         self.shape = images.shape if encoded is None else encoded.latents.shape  # of what the network sees
         self.micro_batch_size = options.micro_batch_size
         self.random_flip, self._color_jitter = options.random_flip, options.color_jitter
+        self._augment_probability = options.augment_probability
         blocks = images.blocks()
         if blocks is not None:
             self._order: SampleOrder = WindowedOrder(blocks, options.shuffle_window, options.seed)
@@ -91,7 +93,8 @@ class TrainingSamples:
             latents=None if self.encoded is None else self.encoded.latents,
         )
 
-    def on_device(self, batch: dict) -> Batch:
+    def on_device(self, batch: dict, as_they_are: bool = False) -> Batch:
+        """Ready for an update; `as_they_are`: without transforms that the network would have to be told."""
         sample_numbers = batch["sample_numbers"].to(self.device, non_blocking=True)
         stored = batch["images"].to(self.device, non_blocking=True)
         if self.encoded is not None:
@@ -105,8 +108,12 @@ class TrainingSamples:
                 random_flip=self.random_flip,
                 color_jitter=self._color_jitter,
             )
+        transforms = None
+        if self._augment_probability and not as_they_are:
+            transforms = draw_transforms(self.seed, sample_numbers, self._augment_probability)
+            clean_images = transformed(clean_images, transforms)
         noise = randomness.normal(self.seed, "noise", sample_numbers, self.shape)
-        return Batch(sample_numbers, clean_images, noise, batch["labels"])
+        return Batch(sample_numbers, clean_images, noise, batch["labels"], transforms)
 
     def seed_dropout(self, step: int, micro_step: int, rank: int | None = None) -> None:
         """Dropout is the exception: it depends on the rank, so it repeats at the same number of processes only. `rank`: that of
@@ -129,7 +136,7 @@ class TrainingSamples:
         of_update = self._split.train_batch_size * self._split.gradient_accumulation_steps
         of_a_pass = len(self.images) // (of_update * self._split.num_processes)
         updates = max(1, min(math.ceil(count / of_update), of_a_pass))
-        parts = zip(*(self.on_device(batch) for batch in self.batches(0, updates)))
+        parts = zip(*(self.on_device(batch, as_they_are=True) for batch in self.batches(0, updates)))
         return Batch._make(None if each[0] is None else torch.cat(each)[:count] for each in parts)
 
     def first_pictures(self, count: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ def sigma_caption(timestep: float) -> str:
 def examine_denoiser(denoiser: EDM2Denoiser, samples: TrainingSamples) -> dict:
     """Returns {"timestep_response"}: change of F of the run's first images under noise of sigma 1, when another noise level is
     told, over its size; None for a network whose output is zero."""
-    batch = samples.on_device(next(samples.batches(0, 1)))
+    batch = samples.on_device(next(samples.batches(0, 1)), as_they_are=True)
     clean_images, labels = batch.clean_images[:PROBE_IMAGES], batch.classes()[:PROBE_IMAGES]
     numbers = torch.arange(len(clean_images), device=clean_images.device)
     noisy_images = clean_images + randomness.normal(samples.seed, "probe", numbers, tuple(clean_images.shape[1:]))

@@ -33,7 +33,7 @@ def examine(objective: Objective, samples: TrainingSamples) -> dict:
     found = examine_modules(objective.exported)
     try:
         if affordable(objective.exported, samples.shape[-1] * samples.shape[-2]):
-            batch = samples.on_device(next(samples.batches(0, 1)))
+            batch = samples.on_device(next(samples.batches(0, 1)), as_they_are=True)
             count = min(len(LEVELS), len(batch.clean_images))
             labels = None if batch.labels is None else batch.labels[:count]
             few = Batch(batch.sample_numbers[:count], batch.clean_images[:count], batch.noise[:count], labels)

@@ -5,6 +5,8 @@ The preconditioning's formula is in models/edm_heun.py, which exported pipelines
 Notation: a noisy image is x = y + sigma n, n being unit noise; D(x; sigma) is the denoised image (Karras et al. 2022, 2024).
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 
@@ -12,6 +14,7 @@ from models.edm2_unet import EDM2UNet, MPFourier, MPLinear
 from models.edm_heun import preconditioning
 from utils.core import randomness
 from utils.diffusion.objective import Losses
+from utils.diffusion.transforms import Told
 
 UNCERTAINTY_CHANNELS = 128
 NOISE_RANKS = 1000
@@ -46,20 +49,28 @@ class Uncertainty(nn.Module):
 
 
 class EDM2Denoiser(nn.Module):
-    """What is trained: `unet`, which computes F and is exported, and u(sigma), whose first weights are of `seed`."""
+    """What is trained: `unet`, which computes F and is exported, u(sigma), and what tells `unet` of `transforms`, where there
+    are any. The first weights of the latter two are of `seed`."""
 
-    def __init__(self, unet: EDM2UNet, sigma_data: float, seed: int = 0):
+    def __init__(self, unet: EDM2UNet, sigma_data: float, seed: int = 0, transforms: bool = False):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(randomness.derive_seed(seed, "uncertainty"))
             self.uncertainty = Uncertainty()
+            self.transforms = Told(unet) if transforms else None
         self.unet, self.sigma_data = unet, sigma_data
 
     def forward(
-        self, noisy_images: torch.Tensor, sigma: torch.Tensor, class_labels: torch.Tensor | None = None
+        self,
+        noisy_images: torch.Tensor,
+        sigma: torch.Tensor,
+        class_labels: torch.Tensor | None = None,
+        transforms: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(D(x; sigma) [B, C, H, W], u(sigma) [B]), both float32, of x [B, C, H, W] and sigma [B]."""
-        return denoise(self.unet, noisy_images, sigma, self.sigma_data, class_labels), self.uncertainty(sigma)
+        with nullcontext() if self.transforms is None else self.transforms.told(transforms):
+            denoised = denoise(self.unet, noisy_images, sigma, self.sigma_data, class_labels)
+        return denoised, self.uncertainty(sigma)
 
 
 def denoise(

@@ -78,6 +78,13 @@ class TrainingDataOptions(DataOptions):
 
     random_flip: bool = flag(False, "flip half of the images left to right")
     color_jitter: float = flag(0.0, "strength of brightness, contrast, saturation (0)", at_least=0, below=1)
+    augment_probability: float = flag(
+        0.0,
+        "turn, scale, stretch, shift and mirror images, and tell the network how, so that samples are not: chance of each "
+        "(0; in Karras et al. 2022 0.12 to 0.15)",
+        at_least=0,
+        below=1,
+    )
     balanced_sampling: bool = flag(False, "show each class equally often; needs labels")
     dataloader_num_workers: int = flag(0, "processes that load images (0: the main process loads them)", at_least=0, free=True)
     validation_images: int = flag(0, "number of images for the validation loss; they are not trained on (0)", at_least=0)
@@ -429,8 +436,9 @@ class RunOptions(
             if self.latent_scale is not None:
                 raise UserError("--latent_scale is for latents\nset --vae, or leave --latent_scale out")
             return
-        if self.color_jitter:
-            raise UserError("--color_jitter and --vae: images are encoded once, before the training\nleave out --color_jitter")
+        for name in ("color_jitter", "augment_probability"):
+            if getattr(self, name):
+                raise UserError(f"--{name} and --vae: images are encoded once, before the training\nleave out --{name}")
 
 
 @dataclass(kw_only=True)

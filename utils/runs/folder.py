@@ -36,6 +36,7 @@ WITHOUT: dict[str, Any] = {
     **{"class_conditional": False, "label_dropout": 0.1, "data_range": None, "pretrained": None, "train_only": None},
     **{"streaming": False, "shuffle_window": 10_000, "cache_limit": "50GB"},
     **{"vae": None, "latent_scale": None, "objective": "ddpm", "P_mean": None, "P_std": 1.0},
+    **{"augment_probability": 0.0},
 }
 ABOUT = {  # what is compared beside the flags
     "global_batch_size": "global batch = processes x --train_batch_size x --gradient_accumulation_steps; keep the product",

@@ -47,6 +47,7 @@ def declared_by(
         trained=partial(_is_trained, patterns=tuple(options.train_only or ())),
         classes=classes,
         no_class=classes if isinstance(options, DDPMOptions) else -1,  # a UNet2DModel has a number for none
+        numbers=9 if options.augment_probability else 0,
     )
 
 
@@ -86,10 +87,10 @@ def schedule_of(options: RunOptions, total: int) -> Schedule:
 
 
 def _is_trained(name: str, patterns: tuple[str, ...]) -> bool:
-    """Beside those that are named also EDM2's uncertainty, which is no part of the pipeline; never the random frequencies of a
-    Fourier time embedding."""
+    """Beside those that are named also what is no part of the pipeline, EDM2's uncertainty and what tells it transforms; never
+    the random frequencies of a Fourier time embedding."""
     is_named = any(fnmatchcase(name.removeprefix("unet."), pattern) for pattern in patterns)
-    return not name.startswith("time_proj.") and (not patterns or is_named or name.startswith("uncertainty."))
+    return not name.startswith("time_proj.") and (not patterns or is_named or name.startswith(("uncertainty.", "transforms.")))
 
 
 def _total(options: RunOptions, facts: dict[str, Any]) -> int:

@@ -100,8 +100,8 @@ class Monitor:
         """What the network is about to be trained on, as `Objective.draw` gives it."""
         self._dynamics.see_images(drawn["clean_images"])
         if not self.rerun.repeating:
-            levels = drawn[self._run.objective.level]
-            self.audit.add(self._sample_numbers, drawn["clean_images"], drawn["noise"], levels, drawn.get("labels"))
+            levels, told = drawn[self._run.objective.level], (drawn.get("labels"), drawn.get("transforms"))
+            self.audit.add(self._sample_numbers, drawn["clean_images"], drawn["noise"], levels, *told)
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """With what the gradient of a micro step is about to be taken of."""
