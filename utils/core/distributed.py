@@ -128,7 +128,7 @@ def make_accelerator(
 
 
 def fix_bucket_order(model: torch.nn.Module) -> None:
-    """Lets DDP sort its all-reduce buckets before the first update, by the order of the parameters, where `sorts_first`, and not
+    """Where `sorts_first`, lets DDP sort its all-reduce buckets before the first update, by the order of the parameters, and not
     after it, by that of their gradients.
 
     The order in which gloo and NCCL add up the gradients of 3 processes or more depends on their places in the buckets. These
