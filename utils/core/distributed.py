@@ -128,8 +128,8 @@ def make_accelerator(
 
 
 def fix_bucket_order(model: torch.nn.Module) -> None:
-    """Where `sorts_first`, lets DDP sort its all-reduce buckets before the first update, by the order of the parameters, and not
-    after it, by that of their gradients.
+    """Where `sorts_first`, lets DDP sort its all-reduce buckets before the first update, by the order of the parameters,
+    instead of after it, by that of their gradients.
 
     The order in which gloo and NCCL add up the gradients of 3 processes or more depends on their places in the buckets. These
     would be others in the first update after a resume than in the same update of a run that went on.
