@@ -142,9 +142,10 @@ def test_no_option_makes_the_host_wait(script, script_flags, precision, rehearse
 @pytest.mark.slow
 def test_the_doctor_waits_where_it_looks_and_in_the_next_update(script, script_flags, rehearse, tmp_path):
     """There, to see whether weights are as it left them."""
-    flags = """--validation_steps 99 --checkpointing_steps 99 --save_images_steps 99 --save_model_steps 99
-        --max_train_images 96 --max_train_steps 10 --logging_steps 10""".split()
-    device = rehearse([*script_flags, *flags, "--output_dir", tmp_path], importlib.import_module(Path(script).stem), doctor="on")
+    kinds = ("validation", "checkpointing", "save_images", "save_model")
+    flags = [*script_flags, *(f"--{kind}_steps=99" for kind in kinds), "--max_train_images", 96]
+    flags += ["--max_train_steps", 10, "--logging_steps", 10, "--output_dir", tmp_path]
+    device = rehearse(flags, importlib.import_module(Path(script).stem), doctor="on")
     looked_at = [1, 2, 3, 5, 8]
     assert set(looked_at) <= {line["step"] for line in lines_of(tmp_path) if line.get("audit", {}).get("measured")}
     for number in (4, 6, 7, 9):

@@ -135,7 +135,7 @@ def fix_bucket_order(model: torch.nn.Module) -> None:
     would be others in the first update after a resume than in the same update of a run that went on.
     """
     ranks = torch.distributed.get_world_size() if isinstance(model, DistributedDataParallel) else 1
-    if ranks > 2 and sorts_first(model.device_type):  # of two numbers the sum has no order
+    if ranks > 2 and sorts_first(str(model.device_type)):  # of two numbers the sum has no order
         reducer: Any = model.reducer
         reducer._push_all_rebuilt_params()  # it sorts in the first forward pass, and once only
 
