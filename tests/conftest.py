@@ -261,16 +261,16 @@ def train():
 @pytest.fixture(scope="session")
 def rehearse(train):
     """Runs a script's main on the device of tests/rehearsal.py; returns that device, which noted all that crossed. Whatever
-    fails ends it. Without the doctor, which reads what it measures in the updates that it looks at."""
+    fails ends it. Without the `doctor`, which reads what it measures in the updates that it looks at."""
     from rehearsal import Device, stand_ins
 
     from utils.training.attempts import Attempts
 
-    def run(flags: list, script) -> Device:
+    def run(flags: list, script, doctor: str = "off") -> Device:
         with pytest.MonkeyPatch.context() as monkeypatch, Device() as device:
             stand_ins(device, monkeypatch)
             monkeypatch.setattr(Attempts, "make", lambda self, what, action, *arguments: action(*arguments) or True)
-            assert train([*flags, "--doctor", "off"], script=script) == 0
+            assert train([*flags, "--doctor", doctor], script=script) == 0
         return device
 
     return run

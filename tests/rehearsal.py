@@ -289,7 +289,9 @@ def stand_ins(device: Device, monkeypatch) -> None:
     monkeypatch.setattr(utils.core.distributed, "Accelerator", _Accelerator)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # or fp16 would be refused
     # As `torch.cuda` is: what the scripts ask of a device's own module.
-    monkeypatch.setattr(torch, "meta", SimpleNamespace(manual_seed=torch.default_generator.manual_seed), raising=False)
+    generator = torch.default_generator
+    module = SimpleNamespace(manual_seed=generator.manual_seed, get_rng_state=lambda device: generator.get_state())
+    monkeypatch.setattr(torch, "meta", module, raising=False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)  # of a build for CUDA
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device=None: 0)
     # `Module.to` keeps the Parameters on the way to a GPU; on the way to meta it would make new ones, unknown to the optimizer.

@@ -6,8 +6,9 @@ Each configuration is a command line. The real script runs with it for a few upd
 what it predicts (that of its own `--dry_run`) is compared with what it takes:
 
     activations    the storages that autograd keeps from the first forward pass for its backward pass, by saved-tensor hooks
-    peak           on a GPU torch.cuda.max_memory_allocated from the script's start to its fourth update, two of which make a
-                   report; on a CPU what torch's allocator handed out at most during the second update, which makes one, by the
+    peak           on a GPU torch.cuda.max_memory_allocated of the second to the fourth update, two of which make a report; in
+                   the first one cuDNN tries algorithms with all memory that is free, and goes on without where there is none.
+                   On a CPU what torch's allocator handed out at most during the second update, which makes a report, by the
                    profiler, and beside it weights, optimizer and EMA as predicted. The libraries' workspace, which the profiler
                    does not see, is left out of the prediction there.
 
@@ -52,6 +53,7 @@ ON_A_CPU = (
 )
 ON_A_GPU = (
     "train_ddpm.py --model_preset cifar10 --train_batch_size 128",
+    "train_ddpm.py --model_preset cifar10 --train_batch_size 128 --no-cudnn_benchmark",
     "train_ddpm.py --model_preset cifar10 --train_batch_size 128 --mixed_precision bf16",
     "train_ddpm.py --model_preset cifar10 --train_batch_size 512 --mixed_precision bf16",
     "train_edm2.py --model_preset XS --resolution 64 --train_batch_size 64 --gradient_accumulation_steps 1 "
@@ -120,6 +122,8 @@ class Watch:
 
     def _after_update(self) -> None:
         self._updates += 1
+        if self._device.type == "cuda" and self._updates == 1:
+            torch.cuda.reset_peak_memory_stats(self._device)
         if self._updates == (UPDATES if self._device.type == "cuda" else REPORT_EVERY):
             self._memory.__exit__(None, None, None)
             self.peak = self._memory.bytes

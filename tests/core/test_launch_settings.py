@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend
+from torch.nn.parallel import DistributedDataParallel
 
 import utils.core.distributed
 from benchmarks.shared.replace import replace_everywhere
@@ -77,3 +78,18 @@ def test_buffers_that_training_moves_are_sent(train, tiny_flags, asked, tmp_path
     with pytest.raises(Asked):
         train([*tiny_flags, "--spectral_norm", "--output_dir", tmp_path])
     assert asked["broadcast_buffers"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "deterministic", "sorts"),
+    [(3, "cpu", False, True), (3, "cuda", False, False), (3, "cuda", True, True), (2, "cuda", True, False)],
+)
+def test_buckets_are_sorted_first_where_a_resumed_run_is_to_have_the_same_bits(
+    process_group, monkeypatch, ranks, device, deterministic, sorts
+):
+    model, sorted_first = DistributedDataParallel(torch.nn.Linear(2, 1)), []
+    model.device_type, model.reducer = device, SimpleNamespace(_push_all_rebuilt_params=lambda: sorted_first.append(True))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    utils.core.distributed.fix_bucket_order(model)
+    assert bool(sorted_first) is sorts

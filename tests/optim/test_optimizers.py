@@ -203,3 +203,12 @@ def test_state_of_another_layout_is_laid_out_as_the_weights_are(name):
         optimizer.step()
     # Adam's steps of 0.1 follow a small gradient's sign: its rounding, 1e-6 of the largest, may be 1e-4 of it.
     torch.testing.assert_close(turned.weight, plain.weight, rtol=0, atol=1e-4)
+
+
+def test_the_state_of_bitsandbytes_stays_as_it_lies_in_memory():
+    weight = nn.Parameter(torch.zeros(2, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD([weight])
+    codes = torch.arange(24, dtype=torch.uint8).view(2, 3, 2, 2)
+    optimizer.state[weight] = {"state1": codes, "absmax1": torch.ones(1)}
+    match_layouts(optimizer)
+    assert optimizer.state[weight]["state1"] is codes

@@ -114,9 +114,12 @@ def test_a_rehearsed_run_learns_what_a_run_on_a_cpu_learns(
         assert [report[name] for report in rehearsed] == pytest.approx([report[name] for report in expected], rel=1e-3), name
 
 
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+
+
 def reports(folder: Path) -> list[dict]:
-    records = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    return [record for record in records if "train/loss" in record]
+    return [line for line in lines_of(folder) if "train/loss" in line]
 
 
 EVERY_OPTION = {
@@ -134,6 +137,21 @@ def test_no_option_makes_the_host_wait(script, script_flags, precision, rehearse
     flags += ["--max_train_steps", 3, "--logging_steps", 2]
     device = rehearse([*flags, "--output_dir", tmp_path / "run"], importlib.import_module(Path(script).stem))
     check_updates(device, 3, 2, 1, uploads(script, classes=False))
+
+
+@pytest.mark.slow
+def test_the_doctor_waits_where_it_looks_and_in_the_next_update(script, script_flags, rehearse, tmp_path):
+    """There, to see whether weights are as it left them."""
+    kinds = ("validation", "checkpointing", "save_images", "save_model")
+    flags = [*script_flags, *(f"--{kind}_steps=99" for kind in kinds), "--max_train_images", 96]
+    flags += ["--max_train_steps", 10, "--logging_steps", 10, "--output_dir", tmp_path]
+    device = rehearse(flags, importlib.import_module(Path(script).stem), doctor="on")
+    looked_at = [1, 2, 3, 5, 8]
+    assert set(looked_at) <= {line["step"] for line in lines_of(tmp_path) if line.get("audit", {}).get("measured")}
+    for number in (4, 6, 7, 9):
+        waits = [event for event in device.events if event.step == number - 1 and event.waits]
+        assert bool(waits) is (number - 1 in looked_at), waits
+        assert all("Driven._compare" in event.calls for event in waits), waits
 
 
 # What changes what is drawn, encoded or validated.

@@ -41,10 +41,18 @@ def test_a_digest_is_that_of_the_numbers_wherever_they_lie():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "device", "made_again"), [(1, "cuda", True), (2, "cuda", True), (3, "cuda", False), (3, "cpu", True)]
+    ("ranks", "device", "deterministic", "made_again"),
+    [
+        (1, "cuda", False, True),
+        (2, "cuda", False, True),
+        (3, "cuda", False, False),
+        (3, "cuda", True, True),
+        (3, "cpu", False, True),
+    ],
 )
-def test_sums_that_ddp_makes_in_another_order_are_not_compared(monkeypatch, ranks, device, made_again):
-    """Its buckets are sorted after the first update of a process."""
+def test_sums_that_ddp_makes_in_another_order_are_not_compared(monkeypatch, ranks, device, deterministic, made_again):
+    """Its buckets are sorted after the first update of a process, unless they were sorted before."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     monkeypatch.setattr("utils.training.rerun.State", lambda *arguments: None)
     run = SimpleNamespace(
         accelerator=SimpleNamespace(num_processes=ranks, device=torch.device(device)),

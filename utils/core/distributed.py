@@ -128,16 +128,22 @@ def make_accelerator(
 
 
 def fix_bucket_order(model: torch.nn.Module) -> None:
-    """Lets DDP on CPUs sort its all-reduce buckets before the first update, by the order of the parameters, instead of after
-    it, by that of their gradients.
+    """Where `sorts_first`, lets DDP sort its all-reduce buckets before the first update, by the order of the parameters,
+    instead of after it, by that of their gradients.
 
-    The order in which gloo adds up the gradients of 3 processes or more depends on their places in the buckets. These would
-    be others in the first update after a resume than in the same update of a run that went on.
+    The order in which gloo and NCCL add up the gradients of 3 processes or more depends on their places in the buckets. These
+    would be others in the first update after a resume than in the same update of a run that went on.
     """
     ranks = torch.distributed.get_world_size() if isinstance(model, DistributedDataParallel) else 1
-    if ranks > 2 and model.device_type == "cpu":  # of two numbers the sum has no order
+    if ranks > 2 and sorts_first(str(model.device_type)):  # of two numbers the sum has no order
         reducer: Any = model.reducer
         reducer._push_all_rebuilt_params()  # it sorts in the first forward pass, and once only
+
+
+def sorts_first(device_type: str) -> bool:
+    """Whether bits are to be the same after a resume: on CPUs always, else with `deterministic`. The first parameters, whose
+    gradients come last, are then sent first, so that a GPU sends nothing while it computes."""
+    return device_type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
 def local_processes(accelerator: Accelerator) -> int:

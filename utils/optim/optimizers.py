@@ -91,9 +91,10 @@ def change_settings(optimizer: torch.optim.Optimizer, asked: list[dict], options
 
 def match_layouts(optimizer: torch.optim.Optimizer) -> None:
     """Lays the optimizer's state out in memory as its parameters are, after it was loaded from one with another layout
-    (channels last or not): fused kernels take elements in the order of memory, and would mix them up without a word."""
+    (channels last or not): fused kernels take elements in the order of memory, and would mix them up without a word. That of
+    bitsandbytes stays: before a step it makes its parameters contiguous, so its state is in one order whatever the strides."""
     for parameter, state in optimizer.state.items():
-        for name, value in state.items():
+        for name, value in state.items() if "state1" not in state else ():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 

@@ -27,7 +27,9 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GIB = 2**30
 SHARE = 0.92  # of the free memory that a prediction may fill: the allocator's fragments take the rest
 ALLOCATOR_BLOCK = 512  # bytes; torch's CUDA allocator hands out multiples of it
-CUBLAS_WORKSPACE = 32 * 2**20  # bytes; torch's own choice on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp), 8 MiB before
+# Bytes. torch's own choice on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp), 8 MiB before, for each of two threads: the
+# backward pass runs in autograd's.
+CUBLAS_WORKSPACE = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True)

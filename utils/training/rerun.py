@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from utils.core.digests import digest
-from utils.core.distributed import from_all, objects_from_all
+from utils.core.distributed import from_all, objects_from_all, sorts_first
 from utils.diffusion.objective import Losses
 from utils.training.ledger import joined, moved, tensors_of
 from utils.training.run import Run
@@ -56,8 +56,8 @@ class Rerun:
         self._hooks: list[RemovableHandle] = []
         self._eager, self._stance = False, ExitStack()
         # After the first update of a process DDP sorts its buckets; of 3 numbers or more the sum then comes in another order.
-        # On CPUs they are sorted before (see `fix_bucket_order`).
-        sorts = run.accelerator.num_processes > 2 and run.accelerator.device.type != "cpu"
+        # Some are sorted before (see `fix_bucket_order`).
+        sorts = run.accelerator.num_processes > 2 and not sorts_first(run.accelerator.device.type)
         self._unsorted = run.state.step if sorts else None
 
     def begin(self, step: int, eager: bool = False) -> None:
