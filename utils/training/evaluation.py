@@ -11,6 +11,7 @@ from utils.core.distributed import on_main_process, together, waited_for
 from utils.core.errors import OUT_OF_MEMORY, UserError
 from utils.core.images import save_png
 from utils.data.dataset import ImageSet, cache_folder
+from utils.diagnostics.rules.samples import copied
 from utils.diffusion.sampling import sample, to_uint8
 from utils.evaluation.evaluator import Evaluation
 from utils.evaluation.extractors import make_extractor
@@ -93,8 +94,20 @@ class SampleEvaluation:
             f"kd_{FEATURES} {figures['kd']:.4g} ({floor['kd']:.4g}), N {figures['images']}; it took {done - start:.1f} s"
             + (f", {prepared - start:.1f} s of it for the training images, once" if prepared - start > 0.1 else "")
         )
+        self._note_copies(figures["memorisation"])
         for kind in ("fd", "kd"):
             state.record(f"{kind}_{FEATURES}", figures[kind], decides=kind == run.options.best_metric)
+
+    def _note_copies(self, found: dict) -> None:
+        run, state = self._run, self._run.state
+        if not copied(found):
+            state.copying_since = None
+        elif state.copying_since is None:
+            state.copying_since = state.step
+            run.print_line(
+                f"from update {state.step:,} on, more samples are copies of training images than {found['compared_with']} are: "
+                f"{found['near_duplicates']:.0%}, {found['near_duplicates_real']:.0%}; no such checkpoint becomes the best one"
+            )
 
     def _prepare(self) -> Evaluation:
         run, size = self._run, self._run.options.evaluation_batch_size
