@@ -1,10 +1,12 @@
 """`--budget`: the flags that utils/training/budget.py sets, and the command line that repeats the run without it."""
 
+import contextlib
 import shlex
 import sys
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from utils.core.errors import UserError
 from utils.options.flags import RunOptions
 from utils.options.parser import resolve
 
@@ -30,14 +32,17 @@ def chosen_by(options: T, chosen: dict[str, Any]) -> T:
 def repeating(options: RunOptions) -> str:
     """Returns the command line that gives `options` without --budget, but for flags of one start of a run and secrets."""
     left_out = {each.name for each in fields(options) if each.metadata.get("once") or each.metadata.get("secret")}
-    values = {name: getattr(options, name) for name in sorted(options.given - left_out)}
+    values = {name: getattr(options, name) for name in sorted(options.given.union(SETS) - left_out)}
     wanted = {name: value for name, value in vars(options).items() if name not in left_out}
-    for name in [name for name in SETS if name in values]:
+    for name in SETS:  # what the others mean anyway
         fewer = {other: value for other, value in values.items() if other != name}
-        if wanted.items() <= vars(resolve(type(options), {}, fewer)).items():
-            values = fewer
+        with contextlib.suppress(UserError):  # it is needed
+            if wanted.items() <= vars(resolve(type(options), {}, fewer)).items():
+                values = fewer
     words = []
     for name, value in values.items():
+        if value is None:  # which what excludes it means
+            continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         else:

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -66,7 +67,8 @@ def within_budget(
         chosen, said = from_main_process(trial.settings(updates)), trial.words(updates)
     made = chosen_by(options, chosen)
     if accelerator.is_main_process:
-        kept = " ".join(f"--{name} {getattr(options, name)}" for name in SETS if name in options.given and not stored)
+        own = () if stored else [name for name in SETS if name in options.given and name not in OF_THE_DATA]
+        kept = ", ".join(f"--{name} {getattr(options, name)}" for name in own)
         print(f"--budget {options.budget}: {said}" + f"; as you set it: {kept}" * bool(kept))
         print(f"the same run without --budget: {repeating(made)}", flush=True)
     return made
@@ -78,7 +80,7 @@ class _Dial:
         self.make_network = partial(make_network, device_type=accelerator.device.type)
         self.make_objective = make_objective
         self.amount, self.unit = read_budget(options.budget or "")
-        self.data: TrainingData = load_data(options, accelerator)
+        self.data: TrainingData = load_data(replace(options, validation_images=0), accelerator)  # how many, a preset may say
 
     def choose(self) -> tuple["_Trial", int]:
         """(what was chosen, number of updates). Every process goes the same way."""
@@ -130,6 +132,7 @@ class _Trial:
         if name == "few":  # of which the preset holds out as many as a larger set can spare
             chosen["validation_images"] = min(self.options.validation_images, len(dial.data.images) // 5)
             self.options = chosen_by(options, chosen)
+        self.count = len(dial.data.images) - self.options.validation_images  # of training images
         preset, processes = options.presets.get(name or "", {}), accelerator.num_processes
         self.usual_batch: int = (
             preset.get("global_batch_size") or preset.get("train_batch_size") or type(options).train_batch_size
@@ -137,7 +140,7 @@ class _Trial:
         self.free_batch = options.given.isdisjoint(OF_THE_BATCH)
         if self.free_batch:
             size = size or self.usual_batch
-            while size > max(len(dial.data.training), processes):
+            while size > max(self.count, processes):
                 size //= 2
             self.options.global_batch_size = max(1, size // processes) * processes
         self.plan = MemoryPlan(accelerator, self.options, dial.make_network, partial(make_optimizer, options=self.options))
@@ -159,7 +162,7 @@ class _Trial:
 
     def may_double(self) -> bool:
         """A CPU is busy with any batch."""
-        most = min(LARGEST_BATCH, len(self.dial.data.training))
+        most = min(LARGEST_BATCH, self.count)
         whole = self.options.gradient_accumulation_steps == 1 and self.dial.accelerator.device.type != "cpu"
         return self.free_batch and whole and 2 * self.images <= most
 
@@ -238,7 +241,7 @@ class _Trial:
         return settings
 
     def words(self, updates: int) -> str:
-        options, count = self.options, len(self.dial.data.training)
+        options, count = self.options, self.count
         said = (
             f"{options.model_preset or 'the network'}, {updates:,} updates of {self.images} images, each of {count:,} images "
         )
