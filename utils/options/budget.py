@@ -17,7 +17,7 @@ SETS = (
     *OF_THE_DATA,
     *("model_preset", "validation_images", "train_batch_size", "global_batch_size", "max_train_steps", "ema_max_decay"),
     *("learning_rate", "lr_warmup_steps", "lr_decay_steps", "logging_steps", "validation_steps", "eval_steps"),
-    *("checkpointing_steps", "save_images_steps", "save_model_steps"),
+    *("checkpointing_steps", "save_images_steps", "save_model_steps", "eval_batch_size", "eval_images"),
 )
 
 

@@ -89,7 +89,7 @@ _SMALL = {
     "checkpoints_total_limit": 3,
 }
 FEW_IMAGES = 1000  # a set that is no larger is a small one
-_FEW = {  # for 100 to 1,000 images, which are copied once each was seen some hundred times, whatever their number
+_FEW = {  # for 100 to 1,000 images, which are copied once each was seen some 200 times, whatever their number
     "resolution": 32,
     "validation_images": 20,  # with the evaluations they decide which checkpoint is best, and say when copying began
     "train_batch_size": 16,

@@ -46,7 +46,6 @@ REPORTS, VALIDATIONS, EVALUATIONS, SAVES, GRIDS = 50, 8, 4, 6, 2
 PROBE = 20  # forward passes of a look at the network, one with each grid
 AROUND, REPORT, SAVE = 8.0, 0.05, 0.15  # seconds: before the first and after the last update; a report; a checkpoint
 BYTES_PER_SECOND = 100e6  # of checkpoints, written and read back
-LARGEST_BATCH, SAME_TIME = 256, 1.25  # on a GPU: twice the images in nearly the same time
 
 
 def within_budget(
@@ -95,10 +94,6 @@ class _Dial:
                 if expected and from_main_process(expected * needed > 2 * self.amount):  # it would also take long to measure
                     break
                 trial.measure()
-                while (
-                    trial.may_double() and (twice := _Trial(self, name, 2 * trial.images)).measure() < SAME_TIME * trial.seconds
-                ):
-                    trial = twice
                 if best is not None and from_main_process(trial.updates() < needed):
                     break
             best = trial
@@ -125,7 +120,7 @@ class _Dial:
 class _Trial:
     """Options with a preset's network and a batch that fits into memory, and what an update takes with them."""
 
-    def __init__(self, dial: _Dial, name: str | None, size: int | None = None):
+    def __init__(self, dial: _Dial, name: str | None):
         self.dial, options, accelerator = dial, dial.options, dial.accelerator
         chosen = {each: getattr(options, each) for each in OF_THE_DATA} | ({"model_preset": name} if name else {})
         self.options: Any = chosen_by(options, chosen)
@@ -137,9 +132,8 @@ class _Trial:
         self.usual_batch: int = (
             preset.get("global_batch_size") or preset.get("train_batch_size") or type(options).train_batch_size
         )
-        self.free_batch = options.given.isdisjoint(OF_THE_BATCH)
-        if self.free_batch:
-            size = size or self.usual_batch
+        if options.given.isdisjoint(OF_THE_BATCH):
+            size = self.usual_batch
             while size > max(self.count, processes):
                 size //= 2
             self.options.global_batch_size = max(1, size // processes) * processes
@@ -160,14 +154,8 @@ class _Trial:
     def flops(self) -> int:
         return self.plan.flops_per_image() * self.images
 
-    def may_double(self) -> bool:
-        """A CPU is busy with any batch."""
-        most = min(LARGEST_BATCH, self.count)
-        whole = self.options.gradient_accumulation_steps == 1 and self.dial.accelerator.device.type != "cpu"
-        return self.free_batch and whole and 2 * self.images <= most
-
-    def measure(self) -> float:
-        """Returns the seconds of an update, the longest of all processes. Nothing else is left of the updates."""
+    def measure(self) -> None:
+        """Times updates, the longest of all processes. Nothing else is left of them."""
         options, accelerator, data = self.options, self.dial.accelerator, self.dial.data
         shown = accelerator.is_main_process and not options.quiet
         scaler = accelerator.scaler.state_dict() if accelerator.scaler else {}
@@ -189,7 +177,10 @@ class _Trial:
         own = torch.tensor([seconds * 1e6, forward * 1e6], dtype=torch.float32, device=accelerator.device)
         found = from_all(accelerator, own)  # of all processes, one behind the other
         self.seconds, self.forward = max(found[::2]) / 1e6, max(found[1::2]) / 1e6
-        return self.seconds
+        if from_main_process(self.left() < self.dial.amount / 2):  # fewer samples for more updates
+            fewer = {"eval_batch_size": max(4, options.eval_batch_size // 4)}
+            fewer |= {"eval_images": max(16, options.eval_images // 4)} if options.eval_steps else {}
+            self.options = replace(options, **{name: fewer[name] for name in fewer.keys() - self.dial.options.given})
 
     def beside(self) -> float:
         """Seconds that the run needs beside its updates; how often is in `settings`."""
@@ -225,13 +216,14 @@ class _Trial:
             "max_train_steps": updates,
             "learning_rate": float(f"{rate:.2g}"),
             "lr_warmup_steps": min(options.lr_warmup_steps, updates // 20),
-            "ema_max_decay": round(min(0.9999, max(0.0, 1 - 10 / updates)), 6),  # averages a tenth of the run
             "logging_steps": part(REPORTS),
             "validation_steps": part(VALIDATIONS),
             "checkpointing_steps": part(max(SAVES, int(self.dial.amount / WHOLE)) if self.dial.unit == "seconds" else SAVES),
             "save_images_steps": part(GRIDS),
             "save_model_steps": part(GRIDS),
         }
+        if options.ema_type == "exponential":
+            settings["ema_max_decay"] = round(min(0.9999, max(0.0, 1 - 10 / updates)), 6)  # averages a tenth of the run
         if options.eval_steps:
             settings["eval_steps"] = part(EVALUATIONS)
         if options.lr_scheduler == "inverse_sqrt":

@@ -11,7 +11,6 @@ from utils.core.distributed import on_main_process, together, waited_for
 from utils.core.errors import OUT_OF_MEMORY, UserError
 from utils.core.images import save_png
 from utils.data.dataset import ImageSet, cache_folder
-from utils.diagnostics.rules.samples import copied
 from utils.diffusion.sampling import sample, to_uint8
 from utils.evaluation.evaluator import Evaluation
 from utils.evaluation.extractors import make_extractor
@@ -22,6 +21,7 @@ from utils.training.samples import plan_of
 
 FEATURES = "randconv"  # needs no labels, no file and no training
 MAX_COMPARED_BYTES, MAX_DECODED = 512 * 2**20, 2048  # of training images that may be copied: packed ones, files
+MORE_COPIES = 0.05  # share of the samples, above twice that of real images, which chance does not make
 ADVICE = "set a smaller --evaluation_batch_size"
 LOGGED = ("precision", "recall", "density", "coverage", "variance_ratio", "distance_ratio", "vendi")
 
@@ -99,14 +99,14 @@ class SampleEvaluation:
             state.record(f"{kind}_{FEATURES}", figures[kind], decides=kind == run.options.best_metric)
 
     def _note_copies(self, found: dict) -> None:
-        run, state = self._run, self._run.state
-        if not copied(found):
+        run, state, share, real = self._run, self._run.state, found["copies"], found["copies_real"]
+        if share <= MORE_COPIES + 2 * real:
             state.copying_since = None
         elif state.copying_since is None:
             state.copying_since = state.step
             run.print_line(
                 f"from update {state.step:,} on, more samples are copies of training images than {found['compared_with']} are: "
-                f"{found['near_duplicates']:.0%}, {found['near_duplicates_real']:.0%}; no such checkpoint becomes the best one"
+                f"{share:.0%}, {real:.0%}; no such checkpoint becomes the best one"
             )
 
     def _prepare(self) -> Evaluation:

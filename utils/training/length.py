@@ -7,7 +7,7 @@ from utils.core.errors import UserError
 from utils.options.flags import RunOptions
 from utils.options.presets import FEW_IMAGES, small_preset
 
-BEARS = 300  # times that each of few images can be shown before samples are copies, whatever their number
+BEARS = 200  # times that few images can be shown before samples are copies: 24 digits as well as 48 (docs/data.md)
 FEWEST_UPDATES = 100  # between two sample grids, by default
 
 

@@ -82,12 +82,6 @@ def collapse(figures: dict) -> list[Finding]:
     return [item for item in _judged(figures, None) if isinstance(item, Finding)]
 
 
-def copied(copies: dict) -> bool:
-    """Whether clearly more samples than real images are near-duplicates of training images, by the figures of `memorization`:
-    among real ones these are a few per cent at most, unless the data is full of them."""
-    return copies["near_duplicates"] > 0.05 + 2 * copies["near_duplicates_real"]
-
-
 def _judged(figures: dict, step: int | None) -> Found:
     """Of an evaluation's figures: the codes that can be judged by them, and the findings. What stands first hides the rest."""
     measured = {"variance_ratio", "precision", "rows", "modes"} <= figures.keys()
@@ -104,7 +98,8 @@ def _judged(figures: dict, step: int | None) -> Found:
     if {"images", "near_duplicates", "near_duplicates_real"} <= copies.keys():
         yield "samples-copied"
         share, real = copies["near_duplicates"], copies["near_duplicates_real"]
-        if copied(copies):
+        # Among real images near-duplicates are a few per cent at most, unless the data is full of them.
+        if share > 0.05 + 2 * real:
             what = f"{share:.0%} of {copies['images']} samples are near-duplicates of a training image"
             what += f", {real:.1%} of real images are"
             yield Finding("samples-copied", "critical" if share > 0.5 else "warning", what, step)
