@@ -134,7 +134,7 @@ class _Trial:
         )
         if options.given.isdisjoint(OF_THE_BATCH):
             size = self.usual_batch
-            while size > max(self.count, processes):
+            while size > max(self.count // 4, processes):
                 size //= 2
             self.options.global_batch_size = max(1, size // processes) * processes
         self.plan = MemoryPlan(accelerator, self.options, dial.make_network, partial(make_optimizer, options=self.options))
