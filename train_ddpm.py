@@ -13,11 +13,11 @@ or a dry run does not fit; 75 stopped by a signal: run it again. (Launchers retu
 from utils.core.entrypoint import parse_early, run_script
 from utils.options.flags import DDPMOptions
 from utils.options.parser import parse_options
-from utils.runs.start import nothing_to_do
+from utils.runs.start import nothing_to_do, recalled
 
 
 def parse_args(argv: list[str] | None = None) -> DDPMOptions:
-    return parse_options(DDPMOptions, __doc__, argv)
+    return recalled(parse_options(DDPMOptions, __doc__, argv))
 
 
 OPTIONS = parse_early(parse_args, nothing_to_do) if __name__ == "__main__" else None  # above the imports that take seconds
@@ -42,6 +42,7 @@ from utils.diffusion.unet import make_unet, use_xformers
 from utils.optim.nonfinite import propagate_nonfinite, step_if_finite
 from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, set_learning_rate
 from utils.training.between_updates import Periodic
+from utils.training.budget import within_budget
 from utils.training.compile_check import check_first_batch
 from utils.training.latents import start_autoencoder
 from utils.training.memory_plan import MemoryPlan
@@ -151,9 +152,15 @@ class Flow(DDPM):
         return flow.ranks(timesteps / flow.LEVELS, *self.levels)
 
 
+def new_objective(unet: nn.Module, options: DDPMOptions, device: torch.device, start: Pretrained | None = None) -> DDPM:
+    return (DDPM if options.objective == "ddpm" else Flow)(unet, options, device, start)
+
+
 def main(options: DDPMOptions) -> int:
     # ---- processes, a batch that fits, the run's folder
     accelerator = start_processes(options, broadcast_buffers=options.spectral_norm)  # its power iteration moves them
+    new = partial(new_objective, device=accelerator.device)
+    options = within_budget(options, accelerator, make_unet, new)  # as they are without --budget
     start = start_from_pipeline(options, accelerator)  # None without --pretrained
     autoencoder = start_autoencoder(options, accelerator, start)  # None without --vae
     shape = autoencoder.latent_shape if autoencoder else options.image_shape  # of what the network sees
@@ -171,8 +178,7 @@ def main(options: DDPMOptions) -> int:
     # ---- data, network, noise schedule, optimizer, EMA; a fresh run or a resumed one, and what watches it
     data = load_data(options, accelerator, autoencoder)
     num_classes = needed_classes(data.images) if options.class_conditional else 0
-    kind = DDPM if options.objective == "ddpm" else Flow
-    objective = kind(make_network(options, num_classes=num_classes), options, accelerator.device, start)
+    objective = new(make_network(options, num_classes=num_classes), options, start=start)
     if start is not None:
         load_weights(objective.exported, start, data.images.class_names)
     if options.enable_xformers_memory_efficient_attention:

@@ -12,11 +12,11 @@ or a dry run does not fit; 75 stopped by a signal: run it again. (Launchers retu
 from utils.core.entrypoint import parse_early, run_script
 from utils.options.flags import EDM2Options
 from utils.options.parser import parse_options
-from utils.runs.start import nothing_to_do
+from utils.runs.start import nothing_to_do, recalled
 
 
 def parse_args(argv: list[str] | None = None) -> EDM2Options:
-    return parse_options(EDM2Options, __doc__, argv)
+    return recalled(parse_options(EDM2Options, __doc__, argv))
 
 
 OPTIONS = parse_early(parse_args, nothing_to_do) if __name__ == "__main__" else None  # above the imports that take seconds
@@ -40,6 +40,7 @@ from utils.diffusion.objective import CODE_LOADER, Losses, Objective
 from utils.optim.nonfinite import propagate_nonfinite, step_if_finite
 from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, set_learning_rate
 from utils.training.between_updates import Periodic
+from utils.training.budget import within_budget
 from utils.training.compile_check import check_first_batch
 from utils.training.latents import start_autoencoder
 from utils.training.memory_plan import MemoryPlan
@@ -111,6 +112,7 @@ def epsilon_of_means(options: EDM2Options, shape: tuple[int, int, int]) -> float
 def main(options: EDM2Options) -> int:
     # ---- processes, a batch that fits, the run's folder
     accelerator = start_processes(options)
+    options = within_budget(options, accelerator, make_edm2_unet, EDM2)  # as they are without --budget
     start = start_from_pipeline(options, accelerator)  # None without --pretrained
     autoencoder = start_autoencoder(options, accelerator, start)  # None without --vae
     shape = autoencoder.latent_shape if autoencoder else options.image_shape  # of what the network sees

@@ -3,7 +3,7 @@
 # Hardware: 2 CPU cores, or any GPU. `small64` has 3.8 M parameters.
 # Time: 10,000 updates of 16 images: about 5 hours of processor time, from 4,404 images in 9 minutes; a whole run was not measured.
 # Expected: not measured on photos.
-# With fewer than 1,000 images, samples become copies: watch the line "near-duplicates" of evaluate.py, and the validation loss.
+# With 1,000 images or fewer, samples become copies: --model_preset few in place of small64.
 accelerate launch train_ddpm.py --train_data_dir "${1:?a folder of photos}" --model_preset small64 --random_flip \
     --validation_images 64 --output_dir "${2:?a folder for the run}"
 accelerate launch evaluate.py --pipeline "$2" --train_data_dir "$1" --resolution 64

@@ -73,7 +73,7 @@ def test_links_lead_somewhere(page):
 @of_pages_and_recipes
 def test_flags_exist(page):
     of_benchmarks = {flag for file in ROOT.glob("benchmarks/**/*.py") for flag in re.findall(r'"(--[\w-]+)"', file.read_text())}
-    negated = {"--no-" + flag[2:] for flag, about in FLAGS.items() if about["negated"]}
+    negated = {"--no-" + flag[2:] for script in SCRIPTS.values() for flag, it in script["flags"].items() if it["negated"]}
     named = set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", page.read_text()))
     removed = {f"--{name}" for name in REMOVED} if page.name == "CHANGELOG.md" else set()
     assert named - FLAGS.keys() - negated - {*OTHERS.split()} - of_benchmarks - removed == set()

@@ -64,7 +64,7 @@ def test_presets_of_train_edm2_have_their_documented_sizes():
 
     rows = re.findall(r"^\| (`\w+`.*?) \| (.*) \| (.* [MB]) \|$", OF_EDM2, re.MULTILINE)
     table = {presets: (text, size) for presets, text, size in rows}
-    assert list(table) == ["`digits16`", "`small32`, `small64`", "`XXS` to `XXL`"] and set(PRESETS) == set(EDM2_FLAGS)
+    assert list(table) == ["`digits16`", "`small32`, `small64`", "`few`", "`XXS` to `XXL`"] and set(PRESETS) == set(EDM2_FLAGS)
     assert table["`digits16`"][1] == f"{built('digits16'):.1f} M"
     assert table["`small32`, `small64`"][1] == f"{built('small32'):.1f} M, {built('small64'):.1f} M"
     assert table["`XXS` to `XXL`"][1] == f"{built('XXS'):.0f} M to {built('XXL') / 1000:.1f} B"

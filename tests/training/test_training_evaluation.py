@@ -159,3 +159,20 @@ def test_any_seed_will_do(digits, evaluate_in):
     evaluation, recorded, said = evaluate_in(digits, digits.subset([]), seed=-1)
     evaluation.make()
     assert len(recorded) == 1 and not any("left out" in line for line in said)
+
+
+def test_copies_are_told_once_and_are_never_the_best(digits, evaluate_in, monkeypatch):
+    training, shown = digits.subset(range(1500)), torch.from_numpy(digits.fetch(range(40)))
+    evaluation, _, said = evaluate_in(training, digits.subset(range(1500, 1797)))
+    state, samples = evaluation._run.state, [torch.randint_like(shown, 256), shown, shown]
+    for state.step, images in zip((5, 10, 12), samples):
+        monkeypatch.setattr(evaluation, "_sample", lambda numbers, images=images: images[numbers])
+        evaluation.make()
+    copying = [line for line in said if "copies" in line]
+    assert len(copying) == 1 and copying[0].startswith(
+        "from update 10 on, more samples are copies of training images than held-out"
+    )
+    assert state.copying_since == 10 and state.best_step == 5
+    assert not state.record("validation loss", 0.0, decides=True) and state.validations_without_improvement
+    state.copying_since = None
+    assert state.record("validation loss", 0.0, decides=True)

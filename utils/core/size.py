@@ -1,4 +1,5 @@
-"""Sizes as flags have them: of images, height before width (`--resolution 64x96`), and of files (`--cache_limit 50GB`)."""
+"""Sizes as flags have them: of images, height before width (`--resolution 64x96`), of files (`--cache_limit 50GB`) and of runs
+(`--budget 2h`)."""
 
 import re
 from typing import NamedTuple
@@ -36,3 +37,13 @@ def read_bytes(text: str) -> int:
     if not found or float(found[1]) == 0:
         raise ValueError(f"{text} is not a size of files")
     return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
+
+
+def read_budget(text: str) -> tuple[float, str]:
+    """Returns (3600.0, "seconds") for 1h, 60min or 3600s, and (3000.0, "updates") for 3000updates. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)|(\d+)\s*updates", text.strip())
+    if not found or float(found[1] or found[3]) == 0:
+        raise ValueError(f"{text} is neither a time nor a number of updates")
+    if found[3]:
+        return float(found[3]), "updates"
+    return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]], "seconds"

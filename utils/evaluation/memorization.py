@@ -128,6 +128,8 @@ def memorization(samples: torch.Tensor, originals: Originals) -> tuple[dict, Ima
         pixel_distance, pixel_distance_real: medians of the root mean square difference, in [-1, 1] units, at up to 16 x 16.
         pixel_ratio: the first over the second: below 1 the samples are nearer to the training images than real ones are.
         near_duplicates, near_duplicates_real: shares; mirrored ones count.
+        copies, copies_real: shares that are nearer to a training image than half of pixel_distance_real. Samples get there
+            long before they are near-duplicates.
     """
     training, count = originals.training, len(samples)
     found, real = closest(lambda: samples.split(_at_once(math.prod(training.shape))), training), originals.real_closest(count)
@@ -141,6 +143,8 @@ def memorization(samples: torch.Tensor, originals: Originals) -> tuple[dict, Ima
         "pixel_ratio": typical / max(typical_real, 1e-12),
         "near_duplicates": (found.relative < NEAR_COPY_DISTANCE).double().mean().item(),
         "near_duplicates_real": (real.relative < NEAR_COPY_DISTANCE).double().mean().item(),
+        "copies": (found.pixels < typical_real / 2).double().mean().item(),
+        "copies_real": (real.pixels < typical_real / 2).double().mean().item(),
     }
     shown = found.relative.argsort()[: min(SHEET_PAIRS, count)]
     pairs = samples[shown], _fetch(training, found.indices[shown])

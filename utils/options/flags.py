@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from utils.core.errors import UserError
-from utils.core.size import Size, read_bytes, read_resolution
+from utils.core.size import Size, read_budget, read_bytes, read_resolution
 from utils.options.parser import Options, changed, flag
 from utils.options.presets import EDM2_ABOUT, EDM2_FLAGS, FLAGS
 
@@ -111,6 +111,15 @@ class LatentOptions(Options):
 class TrainingOptions(Options):
     """training"""
 
+    budget: str | None = flag(
+        None,
+        "how long the run may take: a time (20min, 2h) or 3000updates; sets the network, batch, updates, EMA and learning rate "
+        "that you do not set",
+        reads=lambda text: read_budget(text) and text,  # stays as it was written
+        words="a time such as 90s, 20min or 2h, or a number of updates such as 3000updates",
+        free=True,
+        once=True,
+    )
     seed: int = flag(0, "seed of weights, order, crops, flips, timesteps and noise (0)")
     train_batch_size: int | Literal["auto"] = flag(
         16, "images per process and micro step; auto: as many as fit; needs --global_batch_size (16)", at_least=1, free=True
@@ -354,7 +363,15 @@ class RunOptions(
     sampling_flag: ClassVar[str]
     basics: ClassVar[tuple[str, ...]] = (
         *("dataset_name", "train_data_dir", "resolution", "image_channels", "random_flip", "validation_images"),
-        *("model_preset", "class_conditional", "pretrained", "train_batch_size", "max_train_steps", "mixed_precision"),
+        *(
+            "budget",
+            "model_preset",
+            "class_conditional",
+            "pretrained",
+            "train_batch_size",
+            "max_train_steps",
+            "mixed_precision",
+        ),
         *("learning_rate", "output_dir", "resume_from_checkpoint"),
     )
     if TYPE_CHECKING:  # flags of each script, with its own choices
@@ -410,6 +427,9 @@ class RunOptions(
             raise UserError(
                 f"--color_jitter needs gray or RGB, and --image_channels is {self.image_channels}\nleave out --color_jitter"
             )
+        for name in ("max_train_steps", "num_epochs", "pretrained", "vae"):
+            if self.budget is not None and name in self.given:
+                raise UserError(f"--budget and --{name} do not go together: leave one of the two out")
         self.check_latents()
         if self.eval_steps and self.eval_images < FEWEST_IMAGES:
             raise UserError(
@@ -468,7 +488,8 @@ class DDPMNetworkOptions(Options):
     """network"""
 
     model_preset: str | None = flag(
-        None, "digits16, small32, small64, cifar10, celeba64 or 256 (only a network, by the resolution)"
+        None,
+        "digits16, small32, small64, few (100 to 1,000 images), cifar10, celeba64 or 256 (only a network, by the resolution)",
     )
     model_config_name_or_path: str | None = flag(
         None, "config of a diffusers UNet2DModel: Hub name, folder or file", free=True, path=True
@@ -567,7 +588,8 @@ class EDM2NetworkOptions(Options):
     """network"""
 
     model_preset: str | None = flag(
-        None, "digits16, small32, small64, or XXS, XS, S, M, L, XL, XXL (XS; digits16 for the digits)"
+        None,
+        "digits16, small32, small64, few (100 to 1,000 images), or XXS, XS, S, M, L, XL, XXL (XS; digits16 for the digits)",
     )
     model_config_name_or_path: str | None = flag(None, "config of an EDM2UNet: Hub name, folder or file", free=True, path=True)
     dropout: float | None = flag(None, "(the network's own)", at_least=0, below=1)

@@ -271,15 +271,16 @@ def make_parser(cls: type[Options], description: str) -> argparse.ArgumentParser
     for base in cls.__mro__:
         for name in (name for name in vars(base).get("__annotations__", {}) if owners.get(name) is base):
             group = groups.get(base.__doc__) or groups.setdefault(base.__doc__, parser.add_argument_group(base.__doc__))
-            add_flag(group, declared[name], values[name])
+            turned_on = any(preset.get(name) for preset in cls.presets.values())  # by a preset, which a user may turn off again
+            add_flag(group, declared[name], values[name], negated=declared[name].default is not False or turned_on)
     return parser
 
 
-def add_flag(group: Any, declared: Field, values: Values) -> None:
+def add_flag(group: Any, declared: Field, values: Values, negated: bool) -> None:
     """Adds the flag of a field to a group of argparse."""
     about, words = declared.metadata, {"help": declared.metadata["help"] or None}
     if values.type is bool:
-        words["action"] = "store_true" if declared.default is False else argparse.BooleanOptionalAction
+        words["action"] = argparse.BooleanOptionalAction if negated else "store_true"
     else:
         words |= {"type": values, "choices": values.choices or None, "nargs": "+" if values.is_list else None}
         words |= {"metavar": about["metavar"]} if "metavar" in about else {}

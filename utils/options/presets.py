@@ -60,6 +60,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "digits16": _DIGITS16,
     "small32": _SMALL32,
     "small64": _SMALL64,
+    "few": _DIGITS16,
     "cifar10": _CIFAR10,
     "celeba64": _CELEBA64,
     "256": _UNCONDITIONAL,
@@ -86,6 +87,22 @@ _SMALL = {
     "save_model_steps": 5000,
     "checkpointing_steps": 1000,
     "checkpoints_total_limit": 3,
+}
+FEW_IMAGES = 1000  # a set that is no larger is a small one
+_FEW = {  # for 100 to 1,000 images, which are copied once each was seen some 200 times, whatever their number
+    "resolution": 32,
+    "validation_images": 20,  # with the evaluations they decide which checkpoint is best, and say when copying began
+    "train_batch_size": 16,
+    "num_epochs": 300,
+    "dropout": 0.1,
+    "validation_steps": 100,
+    "eval_steps": 400,
+    "eval_images": 64,
+    "save_images_steps": 400,
+    "save_model_steps": 2000,
+    "checkpointing_steps": 400,
+    "checkpoints_total_limit": 3,
+    "logging_steps": 20,
 }
 _LONG = {  # for the published trainings of days
     "lr_scheduler": "constant_with_warmup",
@@ -115,6 +132,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "small32": {"resolution": 32, **_SMALL},
     "small64": {"resolution": 64, **_SMALL},
+    "few": {**_FEW, **_SHORT},
     "cifar10": {
         "resolution": 32,
         "random_flip": True,
@@ -203,6 +221,7 @@ EDM2_FLAGS: dict[str, dict[str, Any]] = {
     },
     "small32": {"resolution": 32, **_EDM2_SMALL},
     "small64": {"resolution": 64, **_EDM2_SMALL},
+    "few": {**_FEW, "learning_rate": 0.01, "max_grad_norm": 1.0, "lr_warmup_steps": 100, "lr_decay_steps": 400},
     "XXS": {**_EDM2, "max_train_steps": 1_048_576, "learning_rate": 0.0170},  # 2048 x 2^20 images
     "XS": {**_EDM2, "max_train_steps": 524_288, "learning_rate": 0.0120},  # 1024 x 2^20 images
     "S": {**_EDM2, "max_train_steps": 524_288, "learning_rate": 0.0100},  # 1024 x 2^20 images
@@ -219,6 +238,15 @@ def small_preset(resolution: int | str) -> str | None:
     return name if _fits(name, resolution) else None
 
 
+def networks_by_size(presets: dict[str, dict], resolution: int | str, *, few: bool, on_cpu: bool) -> list[str]:
+    """Returns those of `presets` that may suit images of this size, the smallest network first: `few` for a small set, and on a
+    CPU none that was published for GPUs."""
+    small = [name for name in ("digits16", small_preset(resolution)) if name in presets]
+    large = [name for name in presets if name not in ("digits16", "small32", "small64", "few")]
+    names = ["few"] if few else small if on_cpu else [*small, *large]
+    return [name for name in names if _fits(name, resolution)]
+
+
 def network_for_resolution(resolution: int | str) -> str | None:
     """Returns the preset network for images of this size, when none was named; None where no preset's levels divide the size.
 
@@ -231,5 +259,6 @@ def network_for_resolution(resolution: int | str) -> str | None:
 
 
 def _fits(name: str, resolution: int | str) -> bool:
-    """Whether the levels of a preset network divide both sides."""
-    return all(side % (1 << (len(NETWORKS[name]["block_out_channels"]) - 1)) == 0 for side in Size.of(resolution))
+    """Whether the levels of a preset network divide both sides; those of the EDM2 paper have as many as cifar10."""
+    levels = len(NETWORKS.get(name, _CIFAR10)["block_out_channels"])
+    return all(side % (1 << (levels - 1)) == 0 for side in Size.of(resolution))

@@ -17,6 +17,7 @@ from utils.core.entrypoint import at_end
 from utils.core.errors import UserError
 from utils.core.files import make_folder, read_json, write_json
 from utils.core.versions import git_commit, library_versions
+from utils.options.budget import repeating
 from utils.options.config_file import HIDDEN
 from utils.options.flags import RunOptions
 from utils.options.parser import Options
@@ -167,6 +168,7 @@ class RunFolder:
             "resolved": resolved,
             **({"class_names": list(class_names)} if class_names else {}),
             "command": command_line(options),
+            **({"command_without_budget": repeating(options)} if isinstance(options, RunOptions) and options.budget else {}),
             WORKING_DIR: os.getcwd(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "git_commit": git_commit(),

@@ -6,15 +6,17 @@ docs/reliability.md has the table: what `--resume_from_checkpoint` and `--overwr
 import os
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from utils.core.errors import UserError
+from utils.options.budget import SETS, chosen_by
 from utils.options.flags import RunOptions
 from utils.options.paths import WORKING_DIR, located
 from utils.runs.checkpoint_files import list_checkpoints, newest_checkpoint, verify_checkpoint
 from utils.runs.folder import DATA_SOURCES, OPTIONS, WITHOUT, RunFolder, as_spelled_now, check_options, differences
 from utils.runs.state import read_state
 
+T = TypeVar("T", bound=RunOptions)
 BY_CONTENT = {*DATA_SOURCES, "model_preset", "pretrained", "vae"}  # a checkpoint knows what these named
 OF_THE_LAUNCH = {"global_batch_size", "mixed_precision"}
 LENGTH = ("max_train_steps", "num_epochs")
@@ -96,6 +98,22 @@ def _other_run(options: RunOptions, asked: dict[str, Any], folder: RunFolder, re
     lines = [f"  {n}: {saved.get(n)} there, {asked[n]} now" for n in differences(saved, asked)]
     kind = "finished run" if folder.is_done() else "run"
     return "\n".join([f"has a {kind} without checkpoints, of other options:", *lines]) if lines else ""
+
+
+def recalled(options: T) -> T:
+    """Returns the options with what --budget set in the run that --resume_from_checkpoint goes on with; as they are where there
+    is none. Raises UserError where that run has another budget, or none."""
+    wanted = options.resume_from_checkpoint
+    if options.budget is None or not wanted:
+        return options
+    folders = (options.output_dir, *([os.path.dirname(wanted)] if os.sep in wanted else []))
+    record = next((record for folder in folders if (record := RunFolder(Path(folder)).record())), None)
+    if record is None or (record["options"].get("budget") != options.budget and options.overwrite_output_dir):
+        return options
+    if (there := record["options"].get("budget")) != options.budget:
+        other = f"--budget {there}, and not {options.budget}" if there else "no --budget"
+        raise UserError(f"the run in {options.output_dir} has {other}: leave --budget out, or choose another --output_dir")
+    return chosen_by(options, {name: record["options"][name] for name in SETS})
 
 
 def nothing_to_do(options: RunOptions) -> str | None:

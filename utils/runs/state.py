@@ -22,6 +22,7 @@ class TrainState:
     best_value: float | None = None
     best_metric: str = "validation loss"  # what it is a value of
     validations_without_improvement: int = 0
+    copying_since: int | None = None  # of the evaluations, the first since which more samples than real images are copies
     evaluated_step: int | None = None  # the newest update whose samples were evaluated
     metrics: dict = field(default_factory=dict)  # the last figures, for the model card
     fingerprint: str = ""  # of the run, from the options that it was started with
@@ -34,13 +35,13 @@ class TrainState:
 
     def record(self, name: str, value: float, *, decides: bool) -> bool:
         """Notes a figure after `step` updates, the lower the better; True when it `decides` which checkpoint is best and this
-        one is. NaN never is."""
+        one is. NaN never is, nor one whose samples are copies."""
         self.metrics[name] = value
         if not decides:
             return False
         if self.best_metric != name:  # another --best_metric than before a resume: nothing to compare with
             self.best_metric, self.best_value = name, None
-        improved = value < (math.inf if self.best_value is None else self.best_value)
+        improved = self.copying_since is None and value < (math.inf if self.best_value is None else self.best_value)
         if improved:
             self.best_step, self.best_value, self.validations_without_improvement = self.step, value, 0
         else:

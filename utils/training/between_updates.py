@@ -48,8 +48,8 @@ class Periodic:
         self._run.progress.begin()
 
     def _evaluate_late(self) -> None:
-        with self._monitor.paused(), self._judged_weights():
-            self._evaluation.make()
+        with self._monitor.paused():
+            self._judge()
         if self._evaluation.due():
             self._exit_status = EXIT_STOPPED
         else:
@@ -93,17 +93,21 @@ class Periodic:
             if self._exit_status == EXIT_STOPPED and not saved:
                 self._exit_status = 1  # not "saved, run it again"
 
-    def _make_what_is_due(self) -> bool:
-        """Whether the weights were judged, and are the best so far."""
-        run, state, options = self._run, self._run.state, self._run.options
-        improved = False
-        if self._validation.due():
-            with self._judged_weights():
-                validated = run.attempts.make("the validation", self._validation.make)
-            improved = validated and state.best_step == state.step  # nothing else was judged yet
+    def _judge(self) -> bool:
+        """Whether the weights were judged, and are the best so far. First by their samples: copies are never the best."""
+        run, state, best = self._run, self._run.state, self._run.state.best_step
         if self._evaluation.due():
             with self._judged_weights():
-                improved |= self._evaluation.make()
+                self._evaluation.make()
+        if self._validation.due() and not self._evaluation.due():  # what a stop leaves out is made after it, in this order
+            with self._judged_weights():
+                run.attempts.make("the validation", self._validation.make)
+        return state.best_step != best
+
+    def _make_what_is_due(self) -> bool:
+        """Whether the weights were judged, and are the best so far."""
+        state, options = self._run.state, self._run.options
+        improved = self._judge()
         if self._previews():
             self._show()
             self._write_report()  # what stays of the run if it is killed

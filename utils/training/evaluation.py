@@ -21,6 +21,7 @@ from utils.training.samples import plan_of
 
 FEATURES = "randconv"  # needs no labels, no file and no training
 MAX_COMPARED_BYTES, MAX_DECODED = 512 * 2**20, 2048  # of training images that may be copied: packed ones, files
+MORE_COPIES = 0.05  # share of the samples, above twice that of real images, which chance does not make
 ADVICE = "set a smaller --evaluation_batch_size"
 LOGGED = ("precision", "recall", "density", "coverage", "variance_ratio", "distance_ratio", "vendi")
 
@@ -93,8 +94,20 @@ class SampleEvaluation:
             f"kd_{FEATURES} {figures['kd']:.4g} ({floor['kd']:.4g}), N {figures['images']}; it took {done - start:.1f} s"
             + (f", {prepared - start:.1f} s of it for the training images, once" if prepared - start > 0.1 else "")
         )
+        self._note_copies(figures["memorisation"])
         for kind in ("fd", "kd"):
             state.record(f"{kind}_{FEATURES}", figures[kind], decides=kind == run.options.best_metric)
+
+    def _note_copies(self, found: dict) -> None:
+        run, state, share, real = self._run, self._run.state, found["copies"], found["copies_real"]
+        if share <= MORE_COPIES + 2 * real:
+            state.copying_since = None
+        elif state.copying_since is None:
+            state.copying_since = state.step
+            run.print_line(
+                f"from update {state.step:,} on, more samples are copies of training images than {found['compared_with']} are: "
+                f"{share:.0%}, {real:.0%}; no such checkpoint becomes the best one"
+            )
 
     def _prepare(self) -> Evaluation:
         run, size = self._run, self._run.options.evaluation_batch_size

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from utils.core.errors import UserError
 from utils.options.flags import RunOptions
-from utils.options.presets import small_preset
+from utils.options.presets import FEW_IMAGES, small_preset
 
+BEARS = 200  # times that few images can be shown before samples are copies: 24 digits as well as 48 (docs/data.md)
 FEWEST_UPDATES = 100  # between two sample grids, by default
 
 
@@ -24,6 +25,20 @@ class RunLength(NamedTuple):
         check_global_batch(num_images, global_batch_size, options.global_batch_size, small)
         of_an_epoch = updates_per_epoch(num_images, micro_batch, num_processes, accumulation)
         return cls(global_batch_size, of_an_epoch, options.max_train_steps or options.num_epochs * of_an_epoch)
+
+
+def about_small_set(images: int, parameters: int, length: RunLength, dropout: float) -> list[str]:
+    """Returns what to say of a small set of images: what it is trained with, and what it can bear; empty for others."""
+    if images > FEW_IMAGES:
+        return []
+    updates, times = length.max_train_steps, length.max_train_steps * length.global_batch_size / images
+    said = (
+        f"{images} images are few: {parameters / 1e6:.1f} M parameters, dropout {dropout:g}, {updates:,} updates show each of "
+    )
+    said += (
+        f"them {times:.0f} times. They bear about {BEARS} times, {BEARS * images // length.global_batch_size:,} updates; in "
+    )
+    return [f"{said}longer runs samples become copies (docs/data.md)"]
 
 
 def updates_per_epoch(num_images: int, train_batch_size: int, num_processes: int, accumulation: int) -> int:

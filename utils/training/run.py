@@ -43,7 +43,7 @@ from utils.training.attempts import Attempts
 from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import Doctor
 from utils.training.latents import settle_scale, spread
-from utils.training.length import RunLength
+from utils.training.length import RunLength, about_small_set
 from utils.training.progress import ProgressBar
 from utils.training.trackers import Trackers, start_trackers
 
@@ -200,6 +200,8 @@ def begin_run(
         "classes": objective.classes,
         **kept,
     }
+    dropout = objective.exported.config.get("dropout", 0.0)
+    notes = [*about_small_set(len(data.training), facts["parameters"], length, dropout), *notes]
     _check_samples(options, len(data.training), objective)
     if state.step < length.max_train_steps:
         on_main_process(accelerator, "looking at the disk", _check_disk, folder, data, objective, state, length, options)
