@@ -127,7 +127,7 @@ def _mixtures(tape: Tape, given: list[Given], noises: int) -> Iterator[Mixture]:
     """All that the network is given, and what this was made of, as far as they are mixtures of noise and something."""
     for got, candidate in _inputs(tape, given, noises):
         mixture = _mixture(tape, candidate, noises, _told_rows(tape, given, noises))
-        if mixture is None or _is_noised_later(tape, candidate, got, noises):
+        if mixture is None or _is_changed_later(tape, candidate, got, noises):
             continue
         mixture.given = got
         mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
@@ -142,11 +142,13 @@ def _asked_about(tape: Tape, root: Op) -> set[Op]:
     return beside | {op for last in beside for op in tape.upstream(last)}
 
 
-def _is_noised_later(tape: Tape, mixture: Op, given: Op, noises: int) -> bool:
-    """Whether other noise is added to it on its way to the network."""
+def _is_changed_later(tape: Tape, mixture: Op, given: Op, noises: int) -> bool:
+    """Whether other noise is added to it on its way to the network, or a class is picked by it."""
     after = {mixture}
     for op in tape.upstream(given, [mixture]):
         if op.kind == "op" and any(need in after for need in op.needs):  # what is drawn in its shape is not made of it
+            if not op.floating:
+                return True
             others = [last for _, last in op.reads if last not in after]
             if op.name in ADDS and any(last.content & noises & ~mixture.content for last in others):
                 return True

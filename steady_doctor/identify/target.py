@@ -235,6 +235,7 @@ def _as_images(tape: Tape, root: Op, mixture: Mixture, target: Target, value: Te
         later = [op for op in tape.upstream(root) if op.index > target.output.index and _without_ones(op.shape) in forms]
         later = [op for op in later if target.output in tape.upstream(op)]
         if not later:
+            _put_together(tape, root, mixture, target, value)
             return
         put_back = [op for op in later if _is_rearranged(tape, op, target.output)]  # tokens may have an image's size, too
         after = (put_back or later[:1])[-1]
@@ -246,6 +247,22 @@ def _as_images(tape: Tape, root: Op, mixture: Mixture, target: Target, value: Te
     if value.shape == with_variance:
         target.value = value[:, : shape[1]]
         target.slope = None if target.slope is None else target.slope[:, : shape[1]]
+
+
+def _put_together(tape: Tape, root: Op, mixture: Mixture, target: Target, value: Tensor) -> None:
+    """Where the script cuts what it asks for into patches, in place of putting those of the output together: they go back to
+    where they were cut off."""
+    shape, count = tuple(mixture.value.shape), mixture.value.numel()
+    for _, other in _comparisons(tape, root, target.output):
+        image = other
+        while image.name in FORMS and image.reads and tuple(image.shape) != shape:
+            image = image.reads[0][1]
+        if tuple(image.shape) == shape and numel(other) == value.numel() == count:
+            places = tape.value(other, {image: torch.arange(count, dtype=torch.float64).reshape(shape)}).flatten().long().cpu()
+            back = torch.argsort(places)
+            target.value = value.flatten()[back].reshape(shape)
+            target.slope = None if target.slope is None else target.slope.flatten()[back].reshape(shape)
+            return
 
 
 def _is_rearranged(tape: Tape, op: Op, output: Op) -> bool:

@@ -449,3 +449,21 @@ def test_a_straight_path_is_in_even_steps(shares, codes):
         return mse_loss(network(column(shares[t]) * x0 + column(1 - shares[t]) * noise, t), noise)
 
     assert train(network, loss_of)[0] == codes
+
+
+@pytest.mark.parametrize(("asked", "codes"), [(lambda noise, x0: noise - x0, []), (torch.add, ["target-path"])])
+def test_what_is_asked_for_may_be_cut_into_patches(asked, codes):
+    network = nn.ModuleList([nn.Linear(4 * C, 32), nn.Linear(32, 32), nn.Linear(32, 4 * C)])
+
+    def patches(x):
+        return x.reshape(len(x), C, SIDE // 2, 2, SIDE // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(len(x), -1, 4 * C)
+
+    def loss_of(x0):
+        t, noise = torch.rand(len(x0)), torch.randn_like(x0)
+        tokens = network[0](patches(column(1 - t) * x0 + column(t) * noise))
+        output = network[2](torch.relu(network[1](torch.cos(t[:, None, None] * 9 + torch.arange(32))) + tokens))
+        seen = (torch.rand(output.shape[:2]) < 0.5).float()
+        return ((output - patches(asked(noise, x0))).square().mean(-1) * seen).sum() / seen.sum()
+
+    found, said = train(network, loss_of)
+    assert found == codes and (codes or "the velocity to noise" in said)
