@@ -76,7 +76,7 @@ class Doctor:
         self.seen.updates, self.seen.ended = self.session.updates, ended
         self.seen.begins, self.seen.dataset_rows = self.session.loads.begins, self.session.loads.rows
         self.seen.data_changed = self.session.loads.changed()
-        self.seen.not_loaded = [(type(module).__name__, *keys) for module, keys in self.session.not_loaded.items()]
+        self.seen.not_loaded = self.session.not_loaded()
         self.ranks.collect()
         self.seen.ranks = self.ranks.everyone
         self.seen.history, self.seen.copies = self.session.history, self.session.copies

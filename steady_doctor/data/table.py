@@ -192,7 +192,7 @@ def image_of(cell: Any, dtype: str | None = None) -> Any:
         flat = cell
         while isinstance(flat, list) and flat:
             flat = flat[0]
-        if cell[:4] in ([137, 80, 78, 71], [*b"GIF8"], [*b"RIFF"]) or cell[:3] == [255, 216, 255]:
+        if cell[:4] in ([137, 80, 78, 71], [*b"GIF8"], [*b"RIFF"]) or (cell[:3] == [255, 216, 255] and len(cell) > 3):
             return bytes(cell)  # of a file
         if not isinstance(flat, (bytes, str, dict)):
             return _square(
@@ -241,12 +241,11 @@ def _value(cell: Any) -> Any:
         if len(cell) > 1 and sorted(cell)[:-1] != [0] * (len(cell) - 1):
             raise ValueError
         cell = cell[0] if len(cell) == 1 else cell.index(1) if any(cell) else None
+    cell = float(cell) if isinstance(cell, decimal.Decimal) else cell
     if isinstance(cell, float) and cell == cell:
         if not cell.is_integer():
             raise ValueError
         cell = int(cell)
-    if isinstance(cell, decimal.Decimal):
-        return int(cell)
     if isinstance(cell, bool):
         return str(cell)
     if isinstance(cell, str):

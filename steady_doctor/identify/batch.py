@@ -47,7 +47,7 @@ def identify_batch(recorded: Recorded, mixture: Mixture) -> Batch | None:
     found.rows = _table(sources, mixture.size)
     found.one_row = _is_one_row(tape, clean, sources)
     upstream = tape.upstream(clean)
-    found.batch_norms = sum("batch_norm" in op.name and op.args[5:6] == (True,) for op in upstream if not op.trained)
+    found.batch_norms = sum(map(_counts_batches, upstream))
     found.reshaped = any(op.name in RESHAPES and op.reads and _mixes(op.reads[0][1].shape, op.shape) for op in upstream)
     found.wrapped = any(_wraps(tape, op) for op in upstream)
     found.colors_flipped = _colors_flipped(upstream, mixture.size)
@@ -61,6 +61,13 @@ def identify_batch(recorded: Recorded, mixture: Mixture) -> Batch | None:
     if value.ndim == 4 and value.shape[1] == 3 and value.shape[-1] > 6 and not found.encoded:
         found.rougher = _rougher(value)
     return found
+
+
+def _counts_batches(op: Op) -> bool:
+    """Whether it is a batch norm in training mode with weights that nobody trains, and with statistics that it keeps."""
+    if "batch_norm" not in op.name or op.args[5:6] != (True,) or op.args[1] is None or op.args[3] is None:
+        return False
+    return dict(op.reads)[op.args[1].number].kind == "frozen"
 
 
 def _product(value: Tensor) -> Tensor:

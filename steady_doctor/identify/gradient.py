@@ -98,8 +98,7 @@ def _unused(recorded: Recorded, unread: tuple[int, ...], last: int) -> tuple[int
     for op in tape.ops[:last] if unread else ():
         if op.uses and op.content and not tape.is_of_averages(op):
             used |= op.uses
-    for op in filter(None, map(tape.op_of, recorded.modules.returned)):
-        used &= ~op.uses
+    used &= ~recorded.returned
     return tuple(k for k in unread if not used >> k & 1)
 
 

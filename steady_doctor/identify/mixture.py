@@ -346,12 +346,12 @@ def _levels(tape: Tape, mixture: Mixture, given: list[Given]) -> list[Op]:
 def _decides(tape: Tape, mixture: Mixture, source: Op) -> bool:
     """Whether the noise's share is another one where the samples have this source's numbers of each other."""
     drawn, value = tape.value(mixture.noise), tape.value(source)
-    if not value.ndim or bool((value == value.flatten()[0]).all()):
+    if value.numel() < 2 or bool((value == value.flatten()[0]).all()):
         return True
+    rolled = value.flatten().roll(1).reshape(value.shape)
     try:
         with_noise, without = (
-            tape.value(mixture.input, {source: value.roll(1, 0), mixture.noise: noise})
-            for noise in (drawn, torch.zeros_like(drawn))
+            tape.value(mixture.input, {source: rolled, mixture.noise: noise}) for noise in (drawn, torch.zeros_like(drawn))
         )
     except NotRecorded:
         return True
@@ -387,9 +387,11 @@ def _beside(mixture: Mixture, given: list[Given]) -> list[Given]:
 
 def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     """Notes what the network is told: the values of one number a sample through which all passes that it gets of the level."""
-    passes = {each.at.with_grad for each in given if each.value in (mixture.input, mixture.given)}
-    if len(passes) > 1:  # it gets its own answer, too: what counts is told in the pass that learns
-        given = [each for each in given if each.at.with_grad]
+    own = [each.at for each in given if each.value in (mixture.input, mixture.given)]
+    if len({at.with_grad for at in own}) > 1:  # it gets its own answer, too: what counts is told in the pass that learns
+        learns = min(at.index for at in own if at.with_grad)
+        answered = max((each.at.index for each in given if not each.at.with_grad and each.at.index < learns), default=0)
+        given = [each for each in given if each.at.index > answered]
     levels = sum(1 << source.index for source in mixture.levels)
     found: list[tuple[Op, tuple[Tensor, ...]]] = []
     of_each: set[Op] = set()  # those of which the last number is one for each sample

@@ -13,7 +13,7 @@ from steady_doctor.record.ops import PARAMETERS, Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
 
-CUTS = {"slice", "select", "split", "split_with_sizes", "unbind"}
+CUTS = {"slice", "select"}
 COMPARES = {"sub", "rsub", "sub_", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 LEAST_STEP = 0.1  # of the output, above the rounding of what it is compared with; networks begin with outputs of nearly 0
 FEWEST, EXCHANGED = 4, 6  # samples of a batch, and how many of them are tried

@@ -17,6 +17,7 @@ MOST_SIGNAL = 0.85  # the same where the network is told much of each image besi
 MANY_NUMBERS = 16  # of one sample's condition: more than a class or a size says
 NO_SIGNAL = 0.01  # the share below which nothing of the image is left
 TOO_MANY = 0.4  # of a table's rows without any image
+FAR = 1.0  # of -log of the shares, at the last row: the beginning of a straight path is a polynomial, too
 FEWEST_ROWS, OF_BETAS = 12, 1e-4  # usual betas leave 4e-5 at most, and straight paths 1e-3 at least
 WIDE = 0.1  # of the shares: in a smaller range each path looks like another one
 SECOND_NOISE = 0.3  # of the clean image: an encoder's latents have some hundredths
@@ -141,7 +142,7 @@ def _of_betas(rows: torch.Tensor, variances: torch.Tensor) -> bool:
     """Whether their products are those of betas, or roots of betas, in even steps: -log is a polynomial of the third degree."""
     known = variances > NO_SIGNAL
     place, logs = rows[known].double() / float(rows[-1]), -variances[known].double().log()
-    if len(logs) < FEWEST_ROWS or float(logs.max()) < WIDE:
+    if len(logs) < FEWEST_ROWS or float(logs.max()) < FAR:
         return False
     powers = place[:, None] ** torch.arange(4)
     rest = powers @ torch.linalg.lstsq(powers, logs[:, None]).solution - logs[:, None]

@@ -74,8 +74,9 @@ def compounded(seen: Seen) -> Iterator[Found]:
     """The factors from update to update are those of a line, which multiplies what it left before."""
     for rates in _groups(seen):
         values = [rate for update, rate in zip(rates.updates, rates.values) if update < EACH]
+        values = values[values[:1] == values[1:2] :]  # the first factor may be 1
         factors = [b / a for a, b in pairwise(values) if a > 0]
-        below = list(takewhile(lambda factor: factor < 1, factors[factors[:1] == [1.0] :]))
+        below = list(takewhile(lambda factor: factor < 1, factors))
         steps = [b - a for a, b in pairwise(below)]
         is_line = len(steps) >= FACTORS and max(steps) - min(steps) < 1e-3 * abs(steps[0])
         if is_line and (below[0] < 0.5 if steps[0] > 0 else values[len(below)] < FALLEN * values[0]):

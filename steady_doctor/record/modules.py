@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from steady_doctor.record.ops import tensors_in
 from steady_doctor.record.samples import sample
 
 FEWEST = 256  # numbers of a weight, for its distribution to be told
@@ -35,7 +34,6 @@ class Modules:
         self._trained = {id(parameter) for parameter in parameters}
         self._inside: set[int] = set()
         self._outermost: set[int] = set()
-        self.returned: list[Tensor] = []  # by these, as long as the update is recorded
         self.networks: list[Network] = []
 
     def knows(self, module: nn.Module) -> bool:
@@ -62,10 +60,9 @@ class Modules:
                     network.trained += parameter.numel()
         self.networks.append(network)
 
-    def see_result(self, module: nn.Module, _: Any, result: Any) -> None:
-        """A hook after each forward pass of any module."""
-        if id(module) in self._outermost and torch.is_grad_enabled():
-            self.returned += tensors_in(result)
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Whether this call, which ends, is that of a network, and learns."""
+        return id(module) in self._outermost and torch.is_grad_enabled()
 
 
 def _as_made(weight: Tensor) -> bool:

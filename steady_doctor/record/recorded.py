@@ -86,6 +86,7 @@ class Recorded:
         self.no_gradient = 0  # bits of the parameters that want a gradient, and got one of exactly 0 there, or none
         self.finite: list[Tensor] = []  # bool: of what was differentiated
         self.modules = Modules(self.computing)
+        self.returned = 0  # bits of the parameters that what these return depends on
         self.at_end: Samples | None = None  # weights at the end of an update that its loop ends itself
         self.told: Any = None  # see `driven.Told`; the following are of a loop that tells, too
         self.names: list[str] = []  # of the parameters

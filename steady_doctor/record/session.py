@@ -22,6 +22,7 @@ from steady_doctor.record.by_hand import ByHand, Weights, asks_of_weights, leave
 from steady_doctor.record.copies import Copies
 from steady_doctor.record.history import History
 from steady_doctor.record.loads import Handling, Loads
+from steady_doctor.record.ops import tensors_in
 from steady_doctor.record.recorded import Recorded, parameters_of
 from steady_doctor.record.tape import Tape
 from steady_doctor.record.wrapping import compile_, without_warning, wrap
@@ -62,7 +63,8 @@ class Session:
         self._left: Tape | None = None  # where it is not entered for a while
         self._rests_in_step = False  # as the tape does from before a step to after it
         self.loads = Loads()
-        self.not_loaded: weakref.WeakKeyDictionary[Any, tuple[int, str, str]] = weakref.WeakKeyDictionary()  # modules
+        self._loaded: set[int] = set()  # parameters of modules that took stored weights
+        self._not_loaded: list[tuple[set[int], tuple[str, int, str, str]]] = []
         self._judge, self._stopped = judge, stopped
         self._due = recorded_updates()
         self._next = next(self._due)
@@ -72,6 +74,7 @@ class Session:
         self._leaves: list[Tensor] | None = None  # what the newest backward pass asked a gradient of, and as it was then
         self._weights: Weights | None = None
         self._made: weakref.WeakKeyDictionary[Optimizer | ByHand, int] = weakref.WeakKeyDictionary()  # updates of each
+        self._before: Optimizer | ByHand | None = None  # that another one took over from
         self._turned_from: weakref.WeakSet[Optimizer | ByHand] = weakref.WeakSet()
         self._process = os.getpid()
         self._recorded: Recorded | None = None
@@ -253,6 +256,7 @@ class Session:
 
     def _begin(self, optimizer: Optimizer | ByHand) -> None:
         """With this optimizer in place of another one."""
+        self._stop()
         self._main, self.updates, self._computing = optimizer, self._made[optimizer], None
         self.begun += 1
         self.history, self.copies = self.history.of_another(), None
@@ -267,14 +271,24 @@ class Session:
             self.tape.known(tensors, "data", number)
             self._recorded.handled.append((handling, max((len(x) for x in tensors if x.ndim > 2), default=0)))
 
-    def _load_state(self, original: Callable, module: Any, state: Any, *arguments: Any, **options: Any) -> Any:
-        result = original(module, state, *arguments, **options)
-        missing, unexpected = (getattr(result, name, ()) for name in ("missing_keys", "unexpected_keys"))
-        if missing and unexpected and len(unexpected) == len(state):  # nothing of it had a place
-            self.not_loaded[module] = len(state), missing[0], unexpected[0]
-        else:
-            self.not_loaded.pop(module, None)
+    def _load_state(self, original: Callable, module: Any, *arguments: Any, **options: Any) -> Any:
+        result = original(module, *arguments, **options)
+        self._safely(self._note_load, module, arguments[0] if arguments else options["state_dict"], result)
         return result
+
+    def _note_load(self, module: Any, state: Any, result: Any) -> None:
+        missing, unexpected = (getattr(result, name, ()) for name in ("missing_keys", "unexpected_keys"))
+        own = {id(parameter) for parameter in module.parameters()}
+        if missing and unexpected and len(unexpected) == len(state):  # nothing of it had a place
+            self._not_loaded.append((own, (type(module).__name__, len(state), missing[0], unexpected[0])))
+        else:
+            self._loaded |= own
+
+    def not_loaded(self) -> list[tuple[str, int, str, str]]:
+        """Of each module of what is trained that was to load weights and took none at any time: its class, how many weights
+        were stored, and a key of each side."""
+        trained = {id(parameter) for parameter in parameters_of(self._main)} if self._main is not None else set()
+        return [told for own, told in self._not_loaded if own & trained and not own & self._loaded]
 
     def _make_optimizer(self, original: Callable, optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
         original(optimizer, *arguments, **options)
@@ -297,6 +311,9 @@ class Session:
             return
         if optimizer not in self._made:
             self._meet(optimizer)
+        if optimizer is self._before and optimizer is not self._main:  # it goes on: the later one was for something beside it
+            self._is_known = True
+            self._begin(optimizer)
         if optimizer is not self._main:
             return
         self.history.before_step(optimizer, self.updates + 1)
@@ -315,7 +332,6 @@ class Session:
         self._made[optimizer] = 0
         self._optimizers.add(optimizer)
         if isinstance(self._main, ByHand):  # what wrote to the weights was no step, but a network that normalizes its own
-            self._stop()
             del self._made[self._main]
             self._begin(optimizer)
         elif self._main is None or optimizer is self._main:  # the only one so far, or the one that was told
@@ -326,9 +342,16 @@ class Session:
             self.history.remade.append(self.updates + 1)
             if self._recorded is not None:
                 self._recorded.optimizer = optimizer
-        elif self._main in self._turned_from or (not self._is_known and _size(optimizer) > _size(self._main)):
-            self._is_known = False
+        elif self._takes_over(optimizer):
+            self._before, self._is_known = self._main, False
             self._begin(optimizer)
+        elif not self._is_known and _size(optimizer) > _size(self._main):
+            self._begin(optimizer)
+
+    def _takes_over(self, optimizer: Optimizer) -> bool:
+        """Whether it may train a denoiser after one that did not: an autoencoder's, which comes first."""
+        is_of_network = all(isinstance(parameter, torch.nn.Parameter) for parameter in parameters_of(optimizer))
+        return self._main in self._turned_from and self._before is None and is_of_network
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._inside:
@@ -397,8 +420,17 @@ class Session:
                 lambda module, _: None if modules.knows(module) else self._safely(modules.see, module)
             ).remove
         )
-        self._seeing.callback(register_module_forward_hook(functools.partial(self._safely, modules.see_result)).remove)
+        self._seeing.callback(
+            register_module_forward_hook(
+                lambda module, _, result: self._safely(self._see_result, result) if modules.is_outermost(module) else None
+            ).remove
+        )
         self.tape.__enter__()
+
+    def _see_result(self, result: Any) -> None:
+        if self.tape is not None and self._recorded is not None:
+            for op in filter(None, map(self.tape.op_of, tensors_in(result))):
+                self._recorded.returned |= op.uses
 
 
 @contextmanager

@@ -53,8 +53,8 @@ def test_a_table_beside_pictures_stays_a_table(load, tmp_path):
         (("cat/train/0.png", "cat/val/1.png", "dog/train/2.png"), ["cat", "dog"], [0, 0, 1]),
         (("train2017/0.png", "train2017/1.png", "val2017/2.png"), None, None),
         (("train_256/cat/0.png", "train_256/dog/1.png", "val_256/cat/2.png"), ["cat", "dog"], [0, 1]),
-        (("10_dog/0.png", "5_cat/1.png", "5_cat/2.png"), ["cat", "dog"], [1, 0, 0]),
-        (("img/10_dog/0.png", "reg/1_dog/1.png"), None, None),
+        (("10_dog/0.png", "5_cat/1.png", "5_cat/2.png"), ["10_dog", "5_cat"], [0, 1, 1]),
+        (("img/10_dog/0.png", "reg/1_dog/1.png"), ["10_dog", "1_dog"], [0, 1]),
         (("0_air/0.png", "1_car/1.png"), ["0_air", "1_car"], [0, 1]),
         (("part-00000/0.png", "part-00001/1.png", "part-00001/2.png"), None, None),
         (("cat/cat/0.png", "dog/dog/1.png"), ["cat", "dog"], [0, 1]),
@@ -436,7 +436,10 @@ def test_a_table_without_a_row_of_names_is_told(load, tmp_path):
         (("2023-01-31/0.png", "2023-02-01/1.png"), "the numbered folders 2023-01-31 to 2023-02-01 become classes"),
         (("a0/0.png", "3f/1.png"), "the numbered folders 3f to a0 become classes"),
         (("JPEGImages/0.png", "SegmentationClass/1.png"), "the folders JPEGImages, SegmentationClass become classes: if some"),
-        (("10_dog/0.png", "5_cat/1.png"), "the numbers before 10_dog, 5_cat are taken for repeats, and not used"),
+        (
+            ("10_dog/0.png", "5_cat/1.png"),
+            "the folders 10_dog, 5_cat become classes; the number before a name",
+        ),
     ],
 )
 def test_folders_that_may_be_no_classes_are_told(names, note, load, tmp_path):
@@ -473,3 +476,21 @@ def test_a_compressed_table_is_read_as_before(load, tmp_path):
     with gzip.open(tmp_path / "tables" / "train.csv.gz", "wt") as file:
         file.write(f"image,label\n{tmp_path}/1.png,1\n{tmp_path}/0.png,0\n")
     assert shown(load(tmp_path / "tables", "dataset_name", cache_images="no")) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "columns"),
+    [
+        ("train.json", '[{"image": "0.png", "label": 1}, {"image": "1.png", "label": 0}]', True),
+        ("instances.json", '{"images": [{"file_name": "0.png"}], "annotations": []}', False),
+    ],
+)
+def test_a_json_file_beside_images_is_a_table_or_about_them(file, text, columns, load, tmp_path):
+    folder = write(tmp_path / "set", "0.png", "1.png")
+    (folder / file).write_text(text)
+    images = load(folder, "dataset_name")
+    assert (images.labels is not None) is columns
+
+
+def test_a_photo_of_somebody_with_a_mask_is_no_mask_of_another(load, tmp_path):
+    assert shown(load(write(tmp_path / "set", "0.png", "1.png", "2.png", "3.png", "0_mask.png"))) == [0, 0, 1, 2, 3]

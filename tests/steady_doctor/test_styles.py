@@ -403,14 +403,15 @@ def test_a_network_that_gets_its_own_answer_is_told_the_level_in_the_pass_that_l
     assert found == codes and "variance-preserving path, epsilon, errors weighed equally" in said
 
 
+@pytest.mark.parametrize("first", [6, 7])
 @pytest.mark.parametrize(("told", "codes"), [(lambda t: t, []), (torch.flipud, ["timestep-other"])])
-def test_what_is_trained_after_an_autoencoder_is_watched(told, codes):
+def test_what_is_trained_after_an_autoencoder_is_watched(told, codes, first):
     network, autoencoder = Network(), nn.Sequential(nn.Conv2d(C, 64, 3, padding=1), nn.Conv2d(64, C, 3, padding=1))
     adam, data = torch.optim.Adam(autoencoder.parameters()), pictures(B)
 
     def loss_of(x0):
         if not adam.state:
-            for _ in range(6):
+            for _ in range(first):
                 adam.zero_grad()
                 mse_loss(autoencoder(data), data).backward()
                 adam.step()
@@ -467,3 +468,24 @@ def test_what_is_asked_for_may_be_cut_into_patches(asked, codes):
 
     found, said = train(network, loss_of)
     assert found == codes and (codes or "the velocity to noise" in said)
+
+
+def test_an_output_with_three_heads_ends_nothing():
+    network = Network(out=3 * C)
+
+    def loss_of(x0):
+        t, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        a, b = column(ALPHA_BAR[t].sqrt()), column((1 - ALPHA_BAR[t]).sqrt())
+        heads = network(a * x0 + b * noise, t).split(C, 1)
+        return sum(mse_loss(head, wanted) for head, wanted in zip(heads, (noise, x0, a * noise - b * x0)))
+
+    assert train(network, loss_of)[0] == []
+
+
+def test_levels_in_parts_of_which_one_is_empty():
+    def loss_of(x0):
+        first = int(torch.randint(0, 2, ()))
+        t, noise = torch.cat([torch.rand(first), torch.rand(len(x0) - first)]), torch.randn_like(x0)
+        return mse_loss(network(column(1 - t) * x0 + column(t) * noise, t * T), noise - x0)
+
+    is_healthy(network := Network(), loss_of, "straight path from images to noise, the velocity to noise")

@@ -90,7 +90,7 @@ def draw_transforms(seed: int, sample_numbers: torch.Tensor, probability: float)
     drawn = (uniforms[:, :5] < probability).float()
     mirrored, upside_down = (uniforms[:, 5:7] < 0.5).float().unbind(1)
     rotation, axis = (math.pi * (2 * uniforms[:, 7:] - 1)).unbind(1)
-    size, stretch, *shift = randomness.normal(seed, "transforms", sample_numbers, (4,)).unbind(1)
+    size, stretch, *shift = randomness.normal(seed, "sizes of transforms", sample_numbers, (4,)).unbind(1)
     flipped, sized, turned, stretched, shifted = drawn.unbind(1)
     rotation, stretch = rotation * turned, stretch * stretched
     turns = [rotation.cos() - 1, rotation.sin(), stretch * (2 * axis).cos(), stretch * (2 * axis).sin()]
@@ -110,7 +110,8 @@ def transformed(pixels: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     y = (torch.arange(height, device=pixels.device) - (height - 1) / 2)[:, None] - down * _SHIFT * height
     # Back from each new pixel to where it comes from: the stretch's inverse is cosh(s) 1 - sinh(s) (reflection at its axis).
     stretch = torch.hypot(along, across).clamp(min=1e-6)
-    even, odd = (stretch * _LOG_SCALE).cosh(), (stretch * _LOG_SCALE).sinh() / stretch
+    grown = (stretch * _LOG_SCALE).exp()  # unlike cosh and sinh, it has the same bits in batches of all sizes
+    even, odd = (grown + 1 / grown) / 2, (grown - 1 / grown) / 2 / stretch
     x, y = (even - odd * along) * x - odd * across * y, (even + odd * along) * y - odd * across * x
     x, y = (1 + cosine) * x + sine * y, (1 + cosine) * y - sine * x
     scale = (-_LOG_SCALE * size).exp()

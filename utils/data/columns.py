@@ -6,6 +6,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+from pyarrow import compute
 
 from utils.core.errors import UserError
 
@@ -32,6 +33,11 @@ def _type_name(feature: object) -> str:
     if isinstance(feature, (datasets.List, datasets.LargeList)):
         return f"list of {number_type(feature) or _type_name(feature.feature)}"
     return f"struct of {', '.join(feature)}" if isinstance(feature, dict) else type(feature).__name__
+
+
+def _is_word(feature: object) -> bool:
+    """Whether a cell is one text, number or boolean."""
+    return isinstance(feature, (datasets.Value, datasets.ClassLabel)) and "binary" not in str(feature.dtype)
 
 
 def _is_text(feature: object) -> bool:
@@ -86,7 +92,8 @@ def find_labels(dataset: datasets.Dataset, requested: str | None = None) -> Labe
 
 def about_splits(dataset: datasets.Dataset) -> list[str]:
     """What a user should know of columns that seem to say which rows to train on."""
-    usual = dataset.select_columns([name for name in dataset.column_names if name.lower() in _SPLIT_NAMES]).with_format("arrow")
+    features = {name: feature for name, feature in dataset.features.items() if name.lower() in _SPLIT_NAMES}
+    usual = dataset.select_columns([name for name in features if _is_word(features[name])]).with_format("arrow")
     several = [name for name in usual.column_names if len(usual[:].column(name).unique()) > 1]
     return [f"the column {name!r} is not used: the rows of all its values are trained on" for name in several]
 
@@ -133,9 +140,12 @@ def is_number(feature: object) -> bool:
 
 def _classes_of(column: Any, feature: object) -> tuple[np.ndarray, list[str] | None]:
     """Labels and names of classes as `find_labels` returns them. Raises ValueError, saying why they are none."""
+    of_lists = isinstance(feature, (datasets.List, datasets.LargeList))
+    if not _is_word(feature.feature if of_lists else feature):  # type: ignore[attr-defined]
+        raise ValueError(f"{_type_name(feature)} values cannot be labels (numbers, strings and booleans can)")
     cells: list[Any] = column.to_pylist()
-    if isinstance(feature, (datasets.List, datasets.LargeList)) and all(len(cell or ()) <= 1 for cell in cells):
-        cells, feature = [cell[0] if cell else None for cell in cells], feature.feature
+    if of_lists and all(len(cell or ()) <= 1 for cell in cells):
+        cells, feature = [cell[0] if cell else None for cell in cells], feature.feature  # type: ignore[attr-defined]
     if is_number(feature) or isinstance(feature, datasets.ClassLabel):
         values = whole_numbers(cells)
         known = values != -1
@@ -187,6 +197,6 @@ def _repeats(dataset: datasets.Dataset, name: str) -> bool:
     """Whether a column of strings has at most half as many distinct values as rows."""
     if not _is_text(dataset.features[name]):
         return False
-    cells = dataset.select_columns([name]).with_format("arrow")[:].column(name).drop_null().to_pylist()
-    words = [cell.strip() for cell in cells if cell.strip()]
-    return 0 < 2 * len(set(words)) <= len(words)
+    words = compute.utf8_trim_whitespace(dataset.select_columns([name]).with_format("arrow")[:].column(name).drop_null())
+    words = words.filter(compute.not_equal(words, ""))
+    return 0 < 2 * len(words.unique()) <= len(words)

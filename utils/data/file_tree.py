@@ -69,11 +69,15 @@ class FileTree:
         return digest.hexdigest()
 
     def images(self) -> list[str]:
-        """Returns the names of the files with a suffix of images, sorted; not of the masks of others."""
-        suffixes = image_suffixes()
-        stems = {name: posixpath.splitext(name)[0] for name in sorted(self.paths) if suffix_of(name) in suffixes}
+        """Returns the names of the files with a suffix of images, sorted; not of the masks that most of the others have."""
+        stems = {name: posixpath.splitext(name)[0] for name in self.all_images()}
         own = set(stems.values())
-        return [name for name, stem in stems.items() if (main := _MASK.sub("", stem)) == stem or main not in own]
+        masks = {name for name, stem in stems.items() if (main := _MASK.sub("", stem)) != stem and main in own}
+        return [name for name in stems if name not in masks or 3 * len(masks) < len(stems)]
+
+    def all_images(self) -> list[str]:
+        suffixes = image_suffixes()
+        return [name for name in sorted(self.paths) if suffix_of(name) in suffixes]
 
     def add_folder(self, folder: str, prefix: str = "", above: tuple = ()) -> None:
         """Adds what lies below `folder`, with `prefix` before the names. Raises UserError for what cannot be read."""
@@ -265,7 +269,7 @@ class FolderTable:
         """The names of all tables, as the files that are meant have them; `paths` follows."""
         names = [name for part in tables for name in part]
         exact = set(names) & self._tree.paths.keys()
-        images = [image for image in self._tree.images() if image not in exact]
+        images = [image for image in self._tree.all_images() if image not in exact]
         resolved: dict[str, str] = {}
         for file, part in zip(self.files, tables):
             if unknown := [name for name in dict.fromkeys(part) if name not in exact]:

@@ -323,13 +323,19 @@ def content_of(cell: object, feature: object) -> bytes | str | np.ndarray | None
     if isinstance(feature, (datasets.Array2D, datasets.Array3D)) or (dtype := number_type(feature)):
         try:
             values = np.array(cell, feature.dtype if hasattr(feature, "dtype") else dtype)
-            is_file = values.ndim == 1 and bytes(values[:_SMALLEST].astype(np.uint8)).startswith(_SIGNATURES)
+            is_file = (
+                values.ndim == 1 and _are_bytes(values) and bytes(values[:_SMALLEST].astype(np.uint8)).startswith(_SIGNATURES)
+            )
             return values.astype(np.uint8).tobytes() if is_file else _shaped(values)
         except (TypeError, ValueError) as error:
             raise error if isinstance(error, NoImage) else NoImage("lists of different lengths, or without numbers") from None
     if len(cell) > 1:
         raise NoImage(f"a list of {len(cell)}", "cell[0]")
     return content_of(cell[0], feature.feature)  # type: ignore[attr-defined]
+
+
+def _are_bytes(values: np.ndarray) -> bool:
+    return values.dtype.kind in "iu" and len(values) > 0 and values.min() >= 0 and values.max() <= 255
 
 
 def _shaped(values: np.ndarray, cell: str = "cell") -> np.ndarray:
@@ -355,7 +361,11 @@ def three_planes(side: int, cell: str = "cell") -> tuple[str, str]:
 
 def _of_bytes(data: Any) -> bytes:
     """The file in a cell of bytes, which may be base64."""
-    return _decoded(data.decode()) if data[:_HEAD].isascii() and _is_encoded(data[: 2 * _HEAD].decode("latin-1")) else data
+    return (
+        _decoded(data.decode("ascii", "replace"))
+        if data[:_HEAD].isascii() and _is_encoded(data[: 2 * _HEAD].decode("latin-1"))
+        else data
+    )
 
 
 def _of_text(text: str) -> bytes | str | np.ndarray:
@@ -374,6 +384,8 @@ def _of_text(text: str) -> bytes | str | np.ndarray:
         values, *depth = np.array(re.findall(r"\d+", text), np.int64), *re.findall(r"\[+", text)
         sizes = [sum(len(one) >= level for one in depth) for level in range(len(depth[0]), 0, -1)] if depth else [1]
         shape = [after // before for before, after in itertools.pairwise(sizes)]
+        if values.size % math.prod(shape):
+            raise NoImage("lists of different lengths")
         return _shaped(values.reshape(*shape, -1), r"np.array(re.findall(r'\d+', cell), int)")
     if found := _HEX.fullmatch(text):
         data = bytes.fromhex(found[1])
@@ -386,7 +398,7 @@ def _of_text(text: str) -> bytes | str | np.ndarray:
     if found := _QUOTED.fullmatch(text):
         return _of_text(next(filter(None, (found["html"], found["markdown"], found["data"])), ""))
     for begins, (what, turned) in _OTHER_TEXTS.items():
-        if text.lstrip().startswith(begins):
+        if text.lstrip().startswith(begins) and not text.lower().endswith(tuple(image_suffixes())):
             raise NoImage(what, turned)
     is_name = is_address(text) or max(map(len, text.split("/"))) <= _LONGEST_NAME
     if (len(text) > _LONGEST or not is_name or "\n" in text.strip()) and not os.path.lexists(text):

@@ -29,9 +29,9 @@ _SPLITS = {
 }
 _LISTED, _SHOWN = 20, 5  # missing names, and folders, that a note has
 _SPLIT_COLUMN = "split"  # of metadata
-_REPEATS = re.compile(r"(\d+)_(.*\D.*)")  # 10_dog: each image 10 times, for a tool of fine-tuning
+_REPEATS = re.compile(r"([1-9]\d*)_(.*\D.*)")  # 10_dog: each image 10 times, for a tool of fine-tuning
 _PARTS = re.compile(r"(part|shard|chunk|batch)[-_ ]?\d+", re.IGNORECASE)
-_NUMBERED = re.compile(r"[\d\W_]{2,}|[\da-f]{2,}|\d{3}[A-Z_]{5}")  # also dates, parts of hashes, folders of cameras
+_NUMBERED = re.compile(r"[\d\W_]{2,}|(?=.*\d)[\da-f]{2,}|\d{3}[A-Z_]{5}")  # also dates, parts of hashes, folders of cameras
 _SPLIT_OF = {name: split for split, names in _SPLITS.items() for name in names}
 _MASKS = re.compile("mask|annotation|label|segment|depth|trimap|thumb|ground.?truth", re.IGNORECASE)  # about other images
 _HINTS = (
@@ -130,11 +130,9 @@ class ImageFolder:
         dividing = {n: level for n, level in enumerate(levels, 1) if len(level) > 1}
         self._above = next((n for n, level in dividing.items() if not all(map(_split_of, level))), 0)  # cat/train, cat/val
         names = dividing.pop(self._above, [])
-        self._repeats = _have_repeats(names)
-        if self._repeats:
-            shown, names = ", ".join(names[:_SHOWN]), sorted({_REPEATS.sub(r"\2", name) for name in names})
-            self.notes.append(f"the numbers before {shown} are taken for repeats, and not used: each image counts once")
-            names = names if len(names) > 1 else []
+        if _have_repeats(names):
+            shown = ", ".join(names[:_SHOWN])
+            self.notes.append(f"the folders {shown} become classes; the number before a name repeats no image")
         self.notes += _about_levels(names, [level for level in dividing.values() if level != names])
         counts = Counter(self._class_name(name) for split in used for _, name in rows[split]) if names else Counter()
         if (are_parts := _are_parts(counts, lambda: self._are_described(rows, used))) is not None:
@@ -144,8 +142,7 @@ class ImageFolder:
 
     def _class_name(self, name: str) -> str:
         """The deepest folder that divides the images: of n01/images/a.png and n02/images/b.png, n01 and n02."""
-        folder = name.split("/")[-1 - self._above]
-        return _REPEATS.sub(r"\2", folder) if self._repeats else folder
+        return name.split("/")[-1 - self._above]
 
     def _are_described(self, rows: dict[str, list[tuple[int, str]]], used: set[str]) -> bool:
         """Whether beside each image, or beside each folder of them, is a file of its name, as downloads leave it."""

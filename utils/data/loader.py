@@ -325,7 +325,7 @@ def _iterate(loader: DataLoader, images: ImageSet, size: int) -> Iterator[dict]:
             for values in zip(*parts.values()):
                 yield dict(zip(parts, values))
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        if "DataLoader worker" not in str(error) or str(error).startswith("Caught "):  # the latter by what it did
             raise
         hint = "if memory, or /dev/shm, is short, set a smaller --dataloader_num_workers, or 0"
         raise UserError(f"a process that reads images ended: {one_line(error)}\n{hint}") from error

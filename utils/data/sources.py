@@ -32,6 +32,7 @@ from utils.data.image_folder import ImageFolder
 from utils.options.flags import DataOptions
 from utils.options.paths import DIGITS
 
+_LONGEST_ROW = 1 << 20  # characters
 _BUILDER_OF_SUFFIX = {
     ".parquet": "parquet",
     ".arrow": "arrow",
@@ -164,12 +165,22 @@ def _images_and_tables(folder: Path) -> tuple[int, int]:
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         parts = [os.path.splitext(name) for name in files if not name.startswith(".")]
         own = {stem for stem, suffix in parts if suffix.lower() in image_suffixes()}
-        beside = {suffix for stem, suffix in parts if stem in own} | ({".json"} if own else set())
+        beside = {suffix for stem, suffix in parts if stem in own}
         images += len([suffix for _, suffix in parts if suffix.lower() in image_suffixes()])
         about = ABOUT_IMAGES | set(folders)
         others = [(stem, suffix) for stem, suffix in parts if not about & {stem, stem.split("_")[0]}]
-        tables += len([suffix for _, suffix in others if suffix.lower() in _BUILDER_OF_SUFFIX and suffix not in beside])
+        others = [(stem, suffix) for stem, suffix in others if suffix.lower() in _BUILDER_OF_SUFFIX and suffix not in beside]
+        tables += len(
+            [part for part in others if not own or part[1] != ".json" or _has_rows(os.path.join(place, "".join(part)))]
+        )
     return images, tables
+
+
+def _has_rows(file: str) -> bool:
+    """Whether a JSON file is a list, or has an object in each line; one object is about the images, as COCO's."""
+    with open(file, encoding="utf-8", errors="replace") as text:
+        first, second = text.readline(_LONGEST_ROW).strip(), text.readline(_LONGEST_ROW).strip()
+    return first.startswith("[") or (first.endswith("}") and second.startswith("{"))
 
 
 def _only_a_path(name: str) -> bool:

@@ -31,7 +31,7 @@ class Dynamics:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # Frozen ones are shown as without gradient; the random frequencies of a Fourier time embedding are meant to be.
         frozen = (name for name, p in model.named_parameters() if not p.requires_grad)
-        self._frozen = [name for name in frozen if not name.startswith("time_proj.")]
+        self._frozen = [name for name in frozen if not name.removeprefix("unet.").startswith("time_proj.")]
         device = next(model.parameters()).device
         self._sizes = torch.tensor([float(p.numel()) for p in self._parameters.values()], device=device)
         self._layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MEASURED)]

@@ -80,8 +80,8 @@ class TrainingDataOptions(DataOptions):
     color_jitter: float = flag(0.0, "strength of brightness, contrast, saturation (0)", at_least=0, below=1)
     augment_probability: float = flag(
         0.0,
-        "turn, scale, stretch, shift and mirror images, and tell the network how, so that samples are not: chance of each "
-        "(0; in Karras et al. 2022 0.12 to 0.15)",
+        "turn, scale, stretch, shift and mirror images, and tell the network how, so that samples are not: chance of each; "
+        "above 0, half of the images are mirrored (0; in Karras et al. 2022 0.12 to 0.15)",
         at_least=0,
         below=1,
     )

@@ -90,7 +90,9 @@ def _is_trained(name: str, patterns: tuple[str, ...]) -> bool:
     """Beside those that are named also what is no part of the pipeline, EDM2's uncertainty and what tells it transforms; never
     the random frequencies of a Fourier time embedding."""
     is_named = any(fnmatchcase(name.removeprefix("unet."), pattern) for pattern in patterns)
-    return not name.startswith("time_proj.") and (not patterns or is_named or name.startswith(("uncertainty.", "transforms.")))
+    return not name.removeprefix("unet.").startswith("time_proj.") and (
+        not patterns or is_named or name.startswith(("uncertainty.", "transforms."))
+    )
 
 
 def _total(options: RunOptions, facts: dict[str, Any]) -> int:
