@@ -158,7 +158,7 @@ def test_a_dataset_of_the_hub_is_downloaded_once_and_then_works_offline(kind, tm
             assert labels == [LABELS[row] for row in rows] and names == ["ant", "bee", "cow"]
         else:
             assert (labels, names) == ((None, None) if rows == [5] else ([0, 1], ["ant", "bee"]))
-            assert notes == [f"{len(rows)} of {len(rows) + 1} files used: 1 .txt"] or rows == [5]
+            assert notes == [f"{len(rows)} of {len(rows) + 1} files used; left out: 1 .txt"] or rows == [5]
     assert "someone/photos (config default, split train, revision main): 2 images" in found[0][4]
     packed = {path.parent.name for path in (tmp_path / "home" / "datasets" / "steady_diffusion").glob("*/pixels.bin")}
     assert packed == {one[5] for one in found}
@@ -272,7 +272,7 @@ def test_a_dataset_s_own_code_is_not_run(load, tmp_path):
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     (pictures / "a.eps").write_bytes(eps)
-    with pytest.raises(UserError, match=r"has no images; 0 of 1 files used: 1 \.eps"):
+    with pytest.raises(UserError, match=r"has no images; 0 of 1 files used; left out: 1 \.eps"):
         load(train_data_dir=str(pictures))
     make_dataset({"image": [eps]}).save_to_disk(tmp_path / "saved")
     with pytest.raises(UserError, match="not an image"):

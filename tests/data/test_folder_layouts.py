@@ -33,7 +33,7 @@ def test_files_beside_the_images_are_left_out_and_counted(by, suffix, folders, c
     assert shown(images) == [0, 1, 2] * len(folders)
     assert images.class_names == (["cat", "dog"] if len(folders) > 1 else None)
     count = captions * len(folders)
-    assert f"{3 * len(folders)} of {3 * len(folders) + count} files used: {count} {suffix}" in said(images)
+    assert f"{3 * len(folders)} of {3 * len(folders) + count} files used; left out: {count} {suffix}" in said(images)
 
 
 def test_a_table_beside_pictures_stays_a_table(load, tmp_path):
@@ -109,7 +109,7 @@ def test_the_classes_of_a_file_of_nvlabs_kind(zipped, load, tmp_path):
     assert "the classes are those of dataset.json" in said(images)
     (folder / "dataset.json").write_text('{"labels": null}')
     images = load(folder)
-    assert images.labels is None and "7 of 8 files used: 1 .json" in said(images)
+    assert images.labels is None and "7 of 8 files used; left out: 1 .json" in said(images)
 
 
 def table(rows, mark=",", encoding="utf-8") -> bytes:
@@ -212,7 +212,7 @@ def test_a_column_of_splits_is_used_or_told(column, values, splits, load, tmp_pa
 def test_masks_beside_their_images_are_left_out(load, tmp_path):
     folder = write(tmp_path / "set", "0.png", "0-masklabel.png", "1.png", "1_mask.png", "2_mask.png")
     images = load(folder)
-    assert shown(images) == [0, 1, 2] and said(images) == ["3 of 5 files used: 2 masks of other images"]
+    assert shown(images) == [0, 1, 2] and said(images) == ["3 of 5 files used; left out: 2 masks of other images"]
 
 
 def test_a_folder_that_datasets_takes_for_several_kinds(load, tmp_path):
@@ -450,7 +450,7 @@ def test_a_folder_of_something_else_is_listed(load, tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "data.mdb").write_bytes(b"x")
     (tmp_path / "set" / "data_batch_1").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"set has no images; 0 of 2 files used: 1 \.mdb .*, 1 without a suffix"):
+    with pytest.raises(UserError, match=r"set has no images; 0 of 2 files used; left out: 1 \.mdb .*, 1 without a suffix"):
         load(tmp_path / "set", "dataset_name")
 
 

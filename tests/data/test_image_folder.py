@@ -71,7 +71,7 @@ def test_an_archive_is_the_same_data_as_its_folder(kind, prefix, load, tmp_path)
     expected = load(folder)
     assert expected.class_names == ["cat", "dog"] and expected.labels.tolist() == [0, 0, 1, 1]
     assert shown(expected) == [1, 3, 0, 2]
-    assert said(expected) == ["4 of 6 files used: 1 hidden, 1 .txt"]
+    assert said(expected) == ["4 of 6 files used; left out: 1 hidden, 1 .txt"]
     path = archive(folder, tmp_path / f"p.{kind}", prefix)
     for options in ({}, {"cache_images": "no"}):
         images = load(path, **options)
@@ -98,7 +98,7 @@ def test_damaged_archives_and_other_files_are_one_clear_line(load, tmp_path):
         load(tmp_path / "other.zip")
     with zipfile.ZipFile(tmp_path / "text.zip", "w") as made:
         made.writestr("notes.txt", "")
-    with pytest.raises(UserError, match=r"text\.zip has no images; 0 of 1 files used: 1 \.txt"):
+    with pytest.raises(UserError, match=r"text\.zip has no images; 0 of 1 files used; left out: 1 \.txt"):
         load(tmp_path / "text.zip")
 
 
@@ -121,7 +121,7 @@ def test_nothing_is_left_out_silently_and_links_are_followed(load, tmp_path):
     images = load(folder)
     assert len(images) == 3 and images.class_names == ["cat", "dog"] and images.labels.tolist() == [0, 0, 1]
     (note,) = said(images)
-    assert note.startswith("3 of 9 files used: ")
+    assert note.startswith("3 of 9 files used; left out: ")
     for reason in ("1 link to a folder above it", "1 link to nothing", "1 .heic (needs pillow-heif)", "1 .gz (unpack it)"):
         assert reason in note
     assert "1 without a suffix" in note and "1 .db" in note
@@ -136,7 +136,7 @@ def test_archives_in_a_folder_count_as_folders_unless_they_are_unpacked_beside(l
     assert images.class_names == ["cats", "dogs"] and shown(images) == [0, 1, 2] and said(images) == []
     write(folder / "cats", "0.png", "1.png")
     images = load(folder)
-    assert shown(images) == [0, 1, 2] and said(images) == ["3 of 4 files used: 1 .zip beside its unpacked folder"]
+    assert shown(images) == [0, 1, 2] and said(images) == ["3 of 4 files used; left out: 1 .zip beside its unpacked folder"]
 
 
 @pytest.mark.parametrize("inside", ["", "photos/"])
@@ -174,7 +174,7 @@ def test_metadata_names_the_images_and_their_classes(suffix, kind, load, tmp_pat
     images = load(folder if kind == "folder" else archive(folder, tmp_path / "data.zip"))
     assert shown(images) == [3, 0, 4, 1] and images.class_names == ["NA", "ant"] and images.labels.tolist() == [0, 1, 1, 0]
     told = "the 2 values of the column 'label' become classes (--label_column chooses)"
-    assert said(images) == ["4 of 5 files used: 1 not in the metadata", told]
+    assert said(images) == ["4 of 5 files used; left out: 1 not in the metadata", told]
 
 
 def test_metadata_that_cannot_be_used_is_one_clear_line(load, tmp_path):

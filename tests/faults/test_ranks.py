@@ -83,7 +83,7 @@ def test_a_signal_to_any_rank_stops_all_at_the_same_update(
     stopped = newest(tmp_path)
     assert verify_checkpoint(checkpoint) is None
     assert 5 <= stopped <= 4 + processes  # the ranks' answer comes one update late
-    assert f"stopped after {stopped} updates; continue with --resume_from_checkpoint latest" in said
+    assert f"stopped after {stopped} updates; continue with the same command and --resume_from_checkpoint latest" in said
     if record:
         ranks = [line[0] for line in (tmp_path / "trace").read_text().splitlines()]
         assert [ranks.count(str(each)) for each in range(processes)] == [stopped] * processes

@@ -119,7 +119,7 @@ def test_a_budget_of_updates_measures_nothing_and_few_images_get_their_preset(tr
     assert record["options"]["model_preset"] == "few" and record["options"]["dropout"] == 0.1
     assert record["resolved"]["validation_images"] == 8 and record["resolved"]["max_train_steps"] == 3
     said = capsys.readouterr().out
-    assert "32 images are few: 0.7 M parameters, dropout 0.1, 3 updates show each of them 1 times" in said
+    assert "32 images are few: 0.7 M parameters, dropout 0.1, 3 updates show each one 1 times" in said
 
 
 def test_a_time_without_room_for_an_update_is_refused(train, tiny_flags, tmp_path, monkeypatch):

@@ -189,7 +189,7 @@ class ImageFolder:
             hints = {reason: f" ({_HINTS[reason]})" for reason in left_out.keys() & _HINTS.keys()}
             listed = ", ".join(f"{count:,} {reason}{hints.get(reason, '')}" for reason, count in left_out.most_common())
             whole = len(shown & self._tree.paths.keys())
-            notes.append(f"{whole:,} of {whole + left_out.total():,} files used: {listed}")
+            notes.append(f"{whole:,} of {whole + left_out.total():,} files used; left out: {listed}")
         return notes
 
 

@@ -206,7 +206,8 @@ def split_validation(images: ImageSet, count: int, seed: int) -> tuple[ImageSet,
     """(training images, held-out images): `count` of `images` are held out, chosen by `seed`; may be 0."""
     if count >= len(images):
         raise UserError(
-            f"--validation_images {count} leaves no images to train on: there are {len(images)}\nset a smaller number"
+            f"--validation_images {count} leaves no images to train on: there are {len(images)}\n"
+            "set a smaller number: this one may be that of the --model_preset"
         )
     if count == 0:
         return images, images.subset([])  # no list of row numbers, which would grow with the set

@@ -153,7 +153,7 @@ class Periodic:
             run.print_line("done: " + run.objective.loader.format(path=str(run.output_dir)))
         elif self._exit_status == EXIT_STOPPED:
             updates = f"{run.state.step} update{'s' * (run.state.step != 1)}"
-            run.print_line(f"stopped after {updates}; continue with --resume_from_checkpoint latest")
+            run.print_line(f"stopped after {updates}; continue with the same command and --resume_from_checkpoint latest")
         run.progress.close()
         run.stop.close()
         on_main_process(run.accelerator, "closing the folder", run.folder.release, self._exit_status)

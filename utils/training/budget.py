@@ -42,6 +42,7 @@ T = TypeVar("T", bound=RunOptions)
 SHARE_OF_PRESET = 0.25  # of a preset's own updates, that its network needs at least
 MEASURING = 0.04  # share of the time that one measurement may take
 WHOLE = 600.0  # seconds of a run that has this many; a shorter one has fewer, a longer one more checkpoints
+WHOLE_UPDATES = 1000.0  # the same of a run whose length is told in updates
 REPORTS, VALIDATIONS, EVALUATIONS, SAVES, GRIDS = 50, 8, 4, 6, 2
 PROBE = 20  # forward passes of a look at the network, one with each grid
 AROUND, REPORT, SAVE = 8.0, 0.05, 0.15  # seconds: before the first and after the last update; a report; a checkpoint
@@ -100,12 +101,15 @@ class _Dial:
         updates = from_main_process(int(self.amount) if self.unit == "updates" else best.updates())
         if updates < 1:
             without = duration(self.amount - best.left())
-            raise UserError(f"--budget {self.options.budget} is too short: start, samples and export take {without}")
+            raise UserError(
+                f"--budget {self.options.budget} is too short: start, samples and export take {without}\n"
+                "set a longer one, or a lower --resolution"
+            )
         return best, updates
 
     def times(self, of_whole: int) -> int:
         """How often a run has what a WHOLE one has so many times."""
-        return max(1, round(of_whole * min(1.0, self.amount / WHOLE))) if self.unit == "seconds" else of_whole
+        return max(1, round(of_whole * min(1.0, self.amount / (WHOLE if self.unit == "seconds" else WHOLE_UPDATES))))
 
     def _candidates(self) -> Sequence[str | None]:
         """Presets, the smallest network first; only that of the options where they name one."""

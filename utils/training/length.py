@@ -33,12 +33,10 @@ def about_small_set(images: int, parameters: int, length: RunLength, dropout: fl
         return []
     updates, times = length.max_train_steps, length.max_train_steps * length.global_batch_size / images
     said = (
-        f"{images} images are few: {parameters / 1e6:.1f} M parameters, dropout {dropout:g}, {updates:,} updates show each of "
+        f"{images} images are few: {parameters / 1e6:.1f} M parameters, dropout {dropout:g}, {updates:,} updates show each one "
     )
-    said += (
-        f"them {times:.0f} times. They bear about {BEARS} times, {BEARS * images // length.global_batch_size:,} updates; in "
-    )
-    return [f"{said}longer runs samples become copies (docs/data.md)"]
+    most = f"{BEARS * images // length.global_batch_size:,} updates"
+    return [f"{said}{times:.0f} times. After about {BEARS} times ({most}), samples become copies (docs/data.md)"]
 
 
 def updates_per_epoch(num_images: int, train_batch_size: int, num_processes: int, accumulation: int) -> int:
