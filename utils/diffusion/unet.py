@@ -1,4 +1,4 @@
-"""The networks: a UNet2DModel of diffusers or an EDM2UNet, by a preset, a config, or the resolution; and their first weights."""
+"""The networks: a UNet2DModel of diffusers or an EDM2UNet, by preset, config, or resolution; and their first weights."""
 
 import fnmatch
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""A finished run as `reconstruct_ema.py` takes it up: its network, its model card, and which EMA length is best (a distance of
-its samples from its training images, width after width)."""
+"""A finished run as `reconstruct_ema.py` takes it up: its network, its model card, and which EMA length is best."""
 
 from collections.abc import Callable
 from html import escape
