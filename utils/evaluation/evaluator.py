@@ -23,9 +23,9 @@ from utils.diagnostics.rules.samples import collapse
 from utils.diffusion.sampling import SamplePlan, sample, to_uint8
 from utils.evaluation.classifier import Classifier
 from utils.evaluation.extractor_base import Extractor
+from utils.evaluation.extractors import INCEPTION_SHA256
 from utils.evaluation.feature_sets import FeatureSet, extract
 from utils.evaluation.memorization import Originals, feature_memorization, kept_for_memorization, memorization
-from utils.evaluation.pretrained import INCEPTION_SHA256
 from utils.evaluation.quality import MIN_IMAGES, MIN_REGION_IMAGES, class_figures, compare, real_floor, standardize
 
 FID_IMAGES = 50_000  # with fewer of them the number is part of the name
