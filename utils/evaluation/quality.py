@@ -40,7 +40,7 @@ def compare(
         images, reference_images, rows: how many; `rows` of each are what the figures after `kd` are about.
         fd: squared Frechet distance of all images. kd: kernel distance of up to 10,000 of each; can be below 0.
         precision, recall, density, coverage: with the 5 nearest neighbors.
-        variance_ratio, distance_ratio: generated over real. vendi, vendi_real: effective numbers of different images.
+        variance_ratio, distance_ratio: generated over real. vendi: effective number of different images.
         modes: see `mode_figures`. regions: see `region_figures`.
 
     Raises ValueError for fewer than 10 images of a kind.
@@ -55,7 +55,6 @@ def compare(
     count = min(len(rows), len(real_rows))
     some, some_real = rows[:count], real_rows[:count]
     near = neighborhoods(some, some_real, min(NEIGHBORS, count - 1))
-    center = some_real.mean(0)
     real_distance = mean_pairwise_distance(some_real)
     return {
         "images": len(generated),
@@ -66,8 +65,7 @@ def compare(
         **dataclasses.asdict(near),
         "variance_ratio": variance_ratio(some, some_real),
         "distance_ratio": mean_pairwise_distance(some) / max(real_distance, 1e-12),
-        "vendi": vendi_score(some - center),
-        "vendi_real": vendi_score(some_real - center),
+        "vendi": vendi_score(some - some_real.mean(0)),
         "modes": mode_figures(rows, real_rows, seed),
         "regions": region_figures(some, some_real, seed),
     }
