@@ -25,8 +25,7 @@ def main(args: ReconstructionOptions) -> None:
         from utils.diffusion.export import export_pipeline
         from utils.diffusion.model_card import model_card
         from utils.diffusion.pipelines import load_decoder, names_of_classes
-        from utils.evaluation.ema_reconstruction import check_output, describe, load_run, load_weights
-        from utils.evaluation.ema_sweep import make_judge, write_sweep
+        from utils.evaluation.ema_reconstruction import check_output, describe, load_run, load_weights, make_judge, write_sweep
         from utils.evaluation.newest import loadable
         from utils.runs.ema_snapshots import fp16_error, list_snapshots, recipe, reconstruct
 

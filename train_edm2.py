@@ -32,11 +32,11 @@ from models.edm_heun import EDMHeunScheduler
 from models.guided_pipeline import guided
 from utils.core.distributed import fix_bucket_order
 from utils.data.training_data import Batch, TrainingData
-from utils.diagnostics.edm2_probe import examine_denoiser, path_timesteps, sigma_caption
+from utils.diagnostics.probe import examine_denoiser, path_timesteps, sigma_caption
 from utils.diffusion import edm2
 from utils.diffusion.classes import class_of_samples, count_classes, training_labels
-from utils.diffusion.edm2_unet import make_edm2_unet
 from utils.diffusion.objective import CODE_LOADER, Losses, Objective
+from utils.diffusion.unet import make_edm2_unet
 from utils.optim.nonfinite import propagate_nonfinite, step_if_finite
 from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, set_learning_rate
 from utils.training.between_updates import Periodic

@@ -45,8 +45,6 @@ DATA = {
     "std": [0.7],
     "copies": {"share": 0.02},
     "near_copies": {"share": 0.1},
-    "variety": 0.8,
-    "pairwise_distance": 0.79,
 }
 DATA |= {"classes": {"number": 10, "largest_share": 0.12}, "shape": [1, 16, 16], "constant_share": 0.0, "constant_rows": []}
 DATA |= {"damaged": {"images": 0, "share": 0.0, "files": []}, "sizes": {"enlarged_share": 0.0, "shorter_side_min": 16}}

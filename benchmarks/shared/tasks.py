@@ -8,8 +8,7 @@ from torch import nn
 
 from models.edm2_unet import force_weight_norm
 from utils.diffusion.edm2 import EDM2Denoiser, losses_per_sample, training_noise_levels
-from utils.diffusion.edm2_unet import make_edm2_unet
-from utils.diffusion.unet import make_unet
+from utils.diffusion.unet import make_edm2_unet, make_unet
 from utils.optim.ema import EMA
 from utils.optim.power_ema import PowerEMA
 from utils.options.flags import DDPMOptions, EDM2Options

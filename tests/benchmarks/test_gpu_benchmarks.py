@@ -24,8 +24,7 @@ from models.edm2_unet import PRESETS, MPConv2d, MPLinear
 from utils.core.errors import UserError
 from utils.core.signals import STOP_SIGNALS
 from utils.diffusion.edm2 import EDM2Denoiser
-from utils.diffusion.edm2_unet import make_edm2_unet
-from utils.diffusion.unet import make_unet
+from utils.diffusion.unet import make_edm2_unet, make_unet
 from utils.options.flags import DDPMOptions, EDM2Options
 from utils.options.presets import EDM2_FLAGS, FLAGS, NETWORKS
 

@@ -20,6 +20,7 @@ from utils.core.size import Size
 from utils.data import cache as packing
 from utils.data.cache import PackedImages, pack_once
 from utils.data.decode import ImageFile, ImagePreparation
+from utils.data.packed_file import PackedFile
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREPARE = ImagePreparation(Size(4, 4), 3, False, "white", 255)
@@ -46,7 +47,7 @@ def load(opened, tmp_path):
 
 
 def caches(tmp_path) -> set[str]:
-    return {path.parent.name for path in (tmp_path / "cache" / "steady_diffusion").glob("*/meta.json")}
+    return {path.parent.name for path in (tmp_path / "cache" / "steady_diffusion").glob("*/images.bin")}
 
 
 LOAD_CODE = """
@@ -124,16 +125,15 @@ def test_a_cache_moved_in_time_only_is_reused(load, monkeypatch):
     assert load(background="#ffffff").fingerprint == first.fingerprint
 
 
-@pytest.mark.parametrize("name", ["pixels.bin", "sizes.bin", "offsets.bin", "meta.json"])
-@pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_a_damaged_cache_is_made_again(name, damage, load, tmp_path):
+@pytest.mark.parametrize("damage", ["truncated", "missing", "zeros"])
+def test_a_damaged_cache_is_made_again(damage, load, tmp_path):
     first = load()
     pixels = first.fetch(range(5)).copy()
-    file = tmp_path / "cache" / "steady_diffusion" / first.fingerprint / name
-    if damage == "truncated":
-        file.write_bytes(file.read_bytes()[:-1])
-    else:
-        file.unlink()
+    file = tmp_path / "cache" / "steady_diffusion" / first.fingerprint / "images.bin"
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(content[:-1] if damage == "truncated" else bytes(len(content)))  # not in place: it is mapped
     assert np.array_equal(load().fetch(range(5)), pixels)
 
 
@@ -143,9 +143,8 @@ def test_a_cache_remembers_its_bad_images_and_serves_those_who_allow_them(load, 
         load()
     assert not caches(tmp_path)
     images = load(on_bad_image="replace")
-    meta = json.loads((tmp_path / "cache" / "steady_diffusion" / images.fingerprint / "meta.json").read_text())
-    (bad,) = meta["bad_images"]
-    assert bad["row"] == 2 and bad["file"] == str(tmp_path / "images" / "2.png") and bad["reason"].startswith("not an image")
+    (bad,) = PackedFile(tmp_path / "cache" / "steady_diffusion" / images.fingerprint / "images.bin").bad.values()
+    assert bad.row == 2 and bad.file == str(tmp_path / "images" / "2.png") and bad.reason.startswith("not an image")
     monkeypatch.setattr(packing, "_write", lambda *arguments: pytest.fail("packed again"))
     assert np.array_equal(load(on_bad_image="replace", max_bad_images=1).fetch([2]), images.fetch([3]))
     with pytest.raises(UserError, match=r"(?s)2\.png \(row 2.*--on_bad_image replace"):
@@ -155,12 +154,8 @@ def test_a_cache_remembers_its_bad_images_and_serves_those_who_allow_them(load, 
 
 def test_a_cache_without_bad_images_serves_everyone(load, tmp_path, monkeypatch):
     images = load(on_bad_image="replace")
-    path = tmp_path / "cache" / "steady_diffusion" / images.fingerprint / "meta.json"
     monkeypatch.setattr(packing, "_write", lambda *arguments: pytest.fail("packed again"))
     assert load().fingerprint == images.fingerprint
-    meta = json.loads(path.read_text())
-    assert meta.pop("bad_images") == []  # as caches were before
-    path.write_text(json.dumps(meta))
     assert np.array_equal(load(on_bad_image="replace").fetch(range(5)), images.fetch(range(5)))
 
 
@@ -204,7 +199,7 @@ def test_processes_give_the_same_files_as_threads(tmp_path, monkeypatch):
     pack_once(tmp_path / "threads", 40, reader(images), PREPARE, max_bad_images=1)
     ids = in_processes(monkeypatch)
     packed = pack_once(tmp_path / "processes", 40, reader(images), PREPARE, max_bad_images=1)
-    assert ids and packed.remarks == {"transparent": 1} and len(packed.bad_images) == 1
+    assert ids and packed.packed.remarks == {"transparent": 1} and len(packed.bad_images) == 1
     for path in (tmp_path / "threads").iterdir():
         assert path.read_bytes() == (tmp_path / "processes" / path.name).read_bytes()
 
@@ -222,7 +217,7 @@ def test_a_process_names_the_image_that_cannot_be_decoded_and_all_end(tmp_path, 
 
 def test_a_process_that_the_system_ends_is_a_clear_line(tmp_path, monkeypatch):
     in_processes(monkeypatch)
-    monkeypatch.setattr(packing, "_prepare_chunk", _end)
+    monkeypatch.setattr(packing, "prepared", _end)
     with pytest.raises(UserError, match="the system ended a process that decodes images"):
         pack_once(tmp_path / "abc", 40, reader(write_images(tmp_path / "images", count=40)), PREPARE)
 
@@ -290,16 +285,14 @@ def test_order_is_kept_over_many_chunks(tmp_path):
 
 
 def make_cache(folder: Path, count: int) -> PackedImages:
-    """A cache of `count` 32x32 images, sparse on disk: all black but for the first value of each, its number mod 256."""
+    """A cache of `count` black 32x32 images, sparse on disk."""
     folder.mkdir()
-    with open(folder / "pixels.bin", "wb") as file:
-        file.truncate(count * 3072)
-    (np.arange(count, dtype=np.int64) * 3072).tofile(folder / "offsets.bin")
-    np.full((count, 2), 32, np.int32).tofile(folder / "sizes.bin")
-    sizes = {name: (folder / name).stat().st_size for name in ("pixels.bin", "offsets.bin", "sizes.bin")}
-    meta = {"length": count, "resolution": 32, "channels": 3, "max_value": 255, "uniform": True, "remarks": {}}
-    (folder / "meta.json").write_text(json.dumps({**meta, "file_sizes": sizes}))
-    return PackedImages(folder)
+    about = {"images": count, "channels": 3, "dtype": "uint8", "values": count * 3072, "shape": [3, 32, 32]}
+    text = json.dumps(about | {"remarks": {}, "bad_images": []}).encode()
+    with open(folder / "images.bin", "wb") as file:
+        file.seek(count * (3072 + 16))
+        file.write(text + len(text).to_bytes(8, "little"))
+    return PackedImages(folder, Size(32, 32))
 
 
 def resident_bytes() -> int:

@@ -38,13 +38,13 @@ def test_caches_are_listed_and_those_long_unused_are_removed(load, tmp_path):
     in_use = load(7)
     for days, folder in zip((40, 31, 3, 50), folders.values()):
         used(folder, days)
-    (folders[5] / "about.json").unlink()  # of an earlier release
-    os.utime(folders[5] / "meta.json", (time.time() - 31 * DAY,) * 2)
+    (folders[5] / "about.json").unlink()  # it could not be written
+    os.utime(folders[5], (time.time() - 31 * DAY,) * 2)
     listed = list_caches(root)
     assert [cache.folder for cache in listed] == [folders[n] for n in (7, 4, 5, 6)]
     assert [cache.in_use for cache in listed] == [True, False, False, False]
     assert listed[1].about == f"{tmp_path / 'p'}; 1 images; 3x4x4, background white"
-    assert listed[2].about == "packed by an earlier release"
+    assert listed[2].about == "not known"
     assert listed[1].size == sum(file.stat().st_size for file in folders[4].iterdir())
     assert {cache.folder for cache in prune_caches(root, 30)} == {folders[4], folders[5]}
     assert not folders[4].exists() and folders[6].exists() and folders[7].exists()
@@ -58,7 +58,7 @@ def test_caches_are_listed_and_those_long_unused_are_removed(load, tmp_path):
 
 def test_what_a_killed_packer_left_is_removed_and_a_packing_one_is_not_disturbed(tmp_path):
     (tmp_path / "abc.tmp").mkdir()
-    (tmp_path / "abc.tmp" / "pixels.bin").write_bytes(bytes(10))
+    (tmp_path / "abc.tmp" / "images.bin").write_bytes(bytes(10))
     with FileLock(tmp_path / "abc.lock"):
         (cache,) = list_caches(tmp_path)
         assert cache.in_use and cache.about == "not packed to its end" and cache.size == 10
@@ -99,7 +99,7 @@ def test_the_doctor_lists_and_prunes(load, tmp_path, capsys):
     folder = tmp_path / "c" / "steady_diffusion" / load(4).fingerprint
     used(folder, 40)
     text = ask("--cache")
-    assert "unused for 40 days" in text and str(folder) in text and "1 packed cache, 0.4 kB" in text
+    assert "unused for 40 days" in text and str(folder) in text and "1 packed cache, 0.3 kB" in text
     assert "removed" in ask("--prune_cache", "30") and not folder.exists()
     assert json.loads(ask("--cache", "--json")) == {"removed": [], "caches": []}
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import threading
 
+import numpy as np
 import pytest
 from shard_files import png
 
@@ -25,7 +26,7 @@ def test_blocks_are_kept_within_the_limit_and_made_again(tmp_path):
         return [ImageFile(png(block), None, "x") for _ in range(4)]
 
     def read(block):
-        return cache.open(block, lambda: make(block), "x.parquet").images[3]
+        return cache.open(block, lambda: make(block), "x.parquet").at(np.array([3]))[0]
 
     first = read(0)
     for block in (1, 2, 3, 4, 5, 6, 7):
@@ -45,8 +46,8 @@ def test_blocks_do_not_stay_open_beyond_the_limit_and_count_as_used(folder, load
     store = images.store
     for row in range(len(images)):
         images.fetch([row])
-        assert sum(stored.size for stored, _ in store._open.values()) <= max(1000, store.block(0).size)
-        assert store._mapped == sum(stored.size for stored, _ in store._open.values())
+        assert sum(len(stored.data) for stored, _ in store._open.values()) <= max(1000, len(store.block(0).data))
+        assert store._mapped == sum(len(stored.data) for stored, _ in store._open.values())
     path = store.cache.folder / "0.bin"
     os.utime(path, (0, 0))
     monkeypatch.setattr(stream, "_OPEN_SECONDS", -1.0)

@@ -65,18 +65,15 @@ def planes(images: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_pixel_figures_equal_those_found_pair_by_pair(dtype, channels):
+def test_pixel_figures_equal_those_of_numpy(dtype, channels):
     pixels = noise(40, channels, 8, dtype) // 2
     pixels[:, 0, :4] += np.iinfo(dtype).max // 3  # so that pixels have means of their own
     figures = check_data(image_set(pixels), seed=0)
     scaled = pixels.astype(np.float64) / (np.iinfo(dtype).max / 2) - 1
-    squared = [np.square(a - b).mean() for i, a in enumerate(scaled) for b in scaled[:i]]
     assert figures["shape"] == [channels, 8, 8] and figures["images"] == figures["images_read"] == 40
     assert figures["min"] == pytest.approx(scaled.min()) and figures["max"] == pytest.approx(scaled.max())
     assert figures["mean"] == pytest.approx(scaled.mean((0, 2, 3)).tolist())
     assert figures["std"] == pytest.approx(scaled.std((0, 2, 3)).tolist())
-    assert figures["pairwise_distance"] == pytest.approx(np.sqrt(np.mean(squared)))
-    assert figures["variety"] == pytest.approx(np.sqrt(np.mean(squared) / 2) / scaled.std())
     assert json.loads(json.dumps(figures)) == figures
 
 
@@ -86,7 +83,7 @@ def test_constant_images_and_exact_copies_are_counted():
     pixels[30:40], pixels[50] = pixels[3], pixels[4]
     figures = check_data(image_set(pixels), seed=0)
     assert figures["constant_share"] == pytest.approx(0.1)
-    copies = {"share": pytest.approx(0.11), "largest_group": 11, "rows": [3, 30], "repeated": 11}
+    copies = {"share": pytest.approx(0.11), "rows": [3, 30], "repeated": 11}
     by_chance = (11 * 10 + 2 * 1) / 100  # each of 11 equal images is followed by one of 10 others in a hundredth of the orders
     assert figures["copies"] == copies | {"following": 9, "following_by_chance": pytest.approx(by_chance)}
     assert figures["near_copies"]["images"] == 90 and figures["near_copies"]["share"] == 0
@@ -128,26 +125,20 @@ def test_different_images_are_not_near_copies(tmp_path):
     }.items():
         figures = check_data(images, seed=0)
         assert figures["near_copies"]["share"] == 0, name
-        assert figures["near_copies"]["distance_median"] > 0.2, name
         assert figures["copies"]["share"] == 0, name
-        assert figures["variety"] > 0.6, name
 
 
 @pytest.mark.parametrize(
-    ("pixels", "rel"),
-    [
-        (noise(60, 1, 8) // 4 + 100, 1e-5),
-        (noise(60, 1, 8, np.uint16) // 4096 + 60_000, 1e-3),  # faint: float32 has 6e-8 of a pixel, whose contrast is 1e-4
-    ],
+    "pixels",
+    [noise(60, 1, 8) // 4 + 100, noise(60, 1, 8, np.uint16) // 4096 + 60_000],  # the second ones are faint
     ids=["8 bits", "faint, 16 bits"],
 )
-def test_nearest_distance_equals_brute_force(pixels, rel):
+def test_nearest_pair_equals_brute_force(pixels):
     scaled = pixels.reshape(60, -1) / (np.iinfo(pixels.dtype).max / 2) - 1
     distances = np.sqrt(np.square(scaled[:, None] - scaled[None]).mean(2))
     np.fill_diagonal(distances, np.inf)
     relative = distances.min(1) / scaled.std(1)
     figures = check_data(image_set(pixels), seed=0)["near_copies"]
-    assert figures["distance_median"] == pytest.approx(np.sort(relative)[29], rel=rel)  # torch: the lower median
     nearest = relative.argmin()
     assert figures["rows"] == [nearest, distances[nearest].argmin()]
 
@@ -166,18 +157,15 @@ def test_what_is_read_is_bounded_and_the_seed_chooses():
 def test_classes_are_counted():
     labels = [0] * 6 + [1] * 3 + [3]
     named = check_data(image_set(noise(10), labels, ["ant", "bee", "cow", "doe"]), seed=0)["classes"]
-    shares = np.array([0.6, 0.3, 0.1])
     assert named == {
         "number": 4,
         "empty": 1,
         "largest": "ant",
         "largest_share": 0.6,
-        "smallest_share": 0.0,
-        "entropy": pytest.approx(-(shares * np.log(shares)).sum() / np.log(4)),
         "counts": {"ant": 6, "bee": 3, "cow": 0, "doe": 1},
     }
     numbered = check_data(image_set(noise(10), [7, 7, 7, 7, 7, 10**9, 10**9, 10**9, 10**9, 10**9]), seed=0)["classes"]
-    assert numbered["counts"] == {"7": 5, "1000000000": 5} and numbered["entropy"] == pytest.approx(1)
+    assert numbered["counts"] == {"7": 5, "1000000000": 5}
     assert check_data(image_set(noise(2000), np.arange(2000)), seed=0)["classes"]["counts"] is None
     assert check_data(image_set(noise(10)), seed=0)["classes"] is None
 
@@ -186,9 +174,7 @@ def test_classes_are_counted():
 def test_sets_with_nothing_to_compare(pixels):
     figures = check_data(image_set(pixels, [0] * len(pixels)), seed=0)
     json.dumps(figures, allow_nan=False)
-    assert figures["variety"] is None and figures["near_copies"] is None
-    assert figures["pairwise_distance"] == (None if len(pixels) == 1 else 0)
-    assert figures["classes"]["entropy"] == 1
+    assert figures["near_copies"] is None
     with pytest.raises(ValueError, match="no images"):
         check_data(image_set(pixels[:0]), seed=0)
 

@@ -8,8 +8,7 @@ from conftest import ROOT
 
 from models.edm2_unet import PRESETS
 from utils.core.errors import UserError
-from utils.diffusion.edm2_unet import make_edm2_unet
-from utils.diffusion.unet import make_unet
+from utils.diffusion.unet import make_edm2_unet, make_unet
 from utils.options.flags import DDPMOptions, EDM2Options
 from utils.options.presets import EDM2_FLAGS, FLAGS, NETWORKS
 

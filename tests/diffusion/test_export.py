@@ -158,7 +158,7 @@ def add_batch_norm(network):
 
 @pytest.mark.parametrize("script", ["train_ddpm", *slow_turns("train_edm2")])
 def test_a_network_that_cannot_be_exported_is_refused_before_the_first_update(script, train, monkeypatch, tmp_path):
-    make = {"train_ddpm": "utils.diffusion.unet.make_unet", "train_edm2": "utils.diffusion.edm2_unet.make_edm2_unet"}[script]
+    make = {"train_ddpm": "utils.diffusion.unet.make_unet", "train_edm2": "utils.diffusion.unet.make_edm2_unet"}[script]
     module, name = make.rsplit(".", 1)
     plain = getattr(sys.modules.get(module) or importlib.import_module(module), name)
     flags = [*make_tiny_flags(tmp_path, f"{script}.py"), "--max_train_steps", "2", "--output_dir", tmp_path / "run"]

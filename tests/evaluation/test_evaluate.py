@@ -22,9 +22,9 @@ from utils.core.images import save_png, to_pil
 from utils.data.dataset import content_fingerprint, load_images
 from utils.diffusion.export import export_pipeline
 from utils.evaluation.evaluator import Evaluation, metric_name
-from utils.evaluation.finished_images import FinishedImages
-from utils.evaluation.pretrained import INCEPTION_SHA256
+from utils.evaluation.extractors import INCEPTION_SHA256
 from utils.evaluation.quality import MIN_IMAGES
+from utils.evaluation.sources import FinishedImages
 from utils.evaluation.table import read_results
 from utils.options.flags import FEWEST_IMAGES, DataOptions
 from utils.runs.evaluations import read_evaluations

@@ -13,8 +13,7 @@ from utils.core.errors import UserError
 from utils.data.dataset import load_images
 from utils.evaluation.classifier import trained_classifier
 from utils.evaluation.extractor_base import eight_bit, tensors_sha256
-from utils.evaluation.extractors import RandomConvolutions, make_extractor
-from utils.evaluation.pretrained import DINOv2, Inception
+from utils.evaluation.extractors import DINOv2, Inception, RandomConvolutions, make_extractor
 from utils.options.flags import DataOptions
 
 

@@ -153,7 +153,7 @@ class Killer:
 
     def unpack(self) -> None:
         """Removes the packed images, but not what a killed start has left of them."""
-        for pixels in list(Path(self.flags[self.flags.index("--cache_dir") + 1]).rglob("pixels.bin")):
+        for pixels in list(Path(self.flags[self.flags.index("--cache_dir") + 1]).rglob("images.bin")):
             if pixels.parent.suffix != ".tmp":
                 shutil.rmtree(pixels.parent)
 

@@ -100,7 +100,7 @@ class OfDDPM:
 
 
 class OfEDM2:
-    factory, part, part_class = "utils.diffusion.edm2_unet.make_edm2_unet", "decoder.0", "EDM2Block"
+    factory, part, part_class = "utils.diffusion.unet.make_edm2_unet", "decoder.0", "EDM2Block"
     level, losses, trained_as = "sigmas", "utils.diffusion.edm2.losses_per_sample", "unet."
 
     @staticmethod

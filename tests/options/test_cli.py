@@ -18,7 +18,7 @@ from conftest import ROOT
 import train_ddpm
 import train_edm2
 from utils.core.errors import UserError
-from utils.diffusion.edm2_unet import make_edm2_unet
+from utils.diffusion.unet import make_edm2_unet
 from utils.options.flags import read_widths
 from utils.options.parser import make_parser, spelled
 from utils.options.values import Values

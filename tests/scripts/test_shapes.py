@@ -14,10 +14,9 @@ import evaluate
 import train_ddpm
 import train_edm2
 from utils.core.errors import UserError
-from utils.diffusion.edm2_unet import make_edm2_unet
 from utils.diffusion.export import check_pipeline
 from utils.diffusion.pipelines import image_shape, load_network
-from utils.diffusion.unet import make_unet
+from utils.diffusion.unet import make_edm2_unet, make_unet
 from utils.runs.record import RunRecord
 
 MODULES = {"train_ddpm.py": train_ddpm, "train_edm2.py": train_edm2}

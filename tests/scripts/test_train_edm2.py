@@ -205,7 +205,7 @@ def test_another_network_s_config_is_refused(train_edm, flags, tiny_flags, tmp_p
 @pytest.mark.slow
 def test_sweep_finds_the_best_width(long_run, tmp_path, capsys, monkeypatch):
     """With the true distance, and with one that is known to have its minimum at 0.1."""
-    import utils.evaluation.ema_sweep
+    import utils.evaluation.ema_reconstruction
 
     words = [str(long_run), "--widths", "0.05:0.15:0.05", "--num_images", "32", "--output_dir", str(tmp_path / "out")]
     reconstruct_ema.main(reconstruct_ema.parse_args([*words, "--cpu_threads", "1"]))
@@ -215,7 +215,9 @@ def test_sweep_finds_the_best_width(long_run, tmp_path, capsys, monkeypatch):
     assert "fd_randconv by EMA width" in (tmp_path / "out/sweep.html").read_text()
     averaged = load_file(long_run / "checkpoint-500/ema.safetensors")["0.1/conv_in.weight"]
     monkeypatch.setattr(
-        utils.evaluation.ema_sweep, "make_judge", lambda *a, **k: lambda unet: (unet.conv_in.weight - averaged).norm().item()
+        utils.evaluation.ema_reconstruction,
+        "make_judge",
+        lambda *a, **k: lambda unet: (unet.conv_in.weight - averaged).norm().item(),
     )
     reconstruct_ema.main(reconstruct_ema.parse_args([*words, "--cpu_threads", "1"]))
     assert json.loads((tmp_path / "out/sweep.json").read_text())["best_width"] == 0.1

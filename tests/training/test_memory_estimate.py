@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from utils.diffusion.ddpm import loss_per_sample
-from utils.diffusion.edm2_unet import make_edm2_unet
-from utils.diffusion.unet import make_unet
+from utils.diffusion.unet import make_edm2_unet, make_unet
 from utils.optim.ema import EMA
 from utils.optim.optimizers import make_optimizer
 from utils.optim.power_ema import PowerEMA

@@ -1,14 +1,12 @@
 """Decoded blocks of streamed datasets on a local disk: of all runs together within a limit, the longest unused go first.
 
-    <root>/<fingerprint>/<block>.bin    pixels, image after image; sizes int32 [images, 2]; a description in JSON; its length
+    <root>/<fingerprint>/<block>.bin    see `packed_file`
 
 A block appears under its name complete or not at all. Locks let one process make a block while others wait for it. What is
 removed while it is read stays until it is closed, and is made again when it is needed again.
 """
 
 import contextlib
-import json
-import mmap
 import os
 import sys
 import time
@@ -16,14 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import FileLock, Timeout
 
 from utils.core.errors import UserError
 from utils.core.files import whole_file
-from utils.data.bad_images import UndecodableImage
-from utils.data.decode import ImageFile, ImagePreparation
+from utils.data.bad_images import BadImages
+from utils.data.decode import ImageFile, ImagePreparation, prepared
 from utils.data.packed_caches import BLOCK_LOCKS
+from utils.data.packed_file import DAMAGED, PackedFile, write_packed
 
 _LOCKS = 256  # files that blocks share
 _ROOM = 0.9  # share of the limit that is left in use when blocks are removed
@@ -32,49 +30,7 @@ _SLOW = 10.0  # seconds of waiting for a shard after which it is named
 _SAID = 60.0  # seconds in which all processes of a machine say one thing about shards
 _ABANDONED = 3600.0  # seconds after which an unfinished file is nobody's
 
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError)  # or missing
-
 Make = Callable[[], list[ImageFile]]
-
-
-class StoredBlock:
-    """A decoded block, mapped into memory as long as the object lives.
-
-    Attributes:
-        images: each [channels, height, width].
-        values: those of all images, one after the other.
-        size: bytes.
-        sizes: int32 [images, 2], height and width.
-        shape: (channels, height, width) of all images; None where their sizes differ, or some could not be decoded.
-        bad: number of an image in the block that cannot be decoded -> its name, file, and the reason.
-    """
-
-    images: np.ndarray | list[np.ndarray]
-
-    def __init__(self, path: Path):
-        """Raises one of `_DAMAGED` where it is missing or damaged."""
-        with open(path, "rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.size = len(data)  # bytes
-        text = self.size - 8
-        start = text - int.from_bytes(data[text:], "little")
-        about = json.loads(data[max(start, 0) : text])
-        dtype, channels = np.dtype(about["dtype"]), int(about["channels"])
-        end = start - 8 * about["images"]  # of the pixels
-        self.sizes = np.frombuffer(data, np.int32, 2 * about["images"], max(end, 0)).reshape(-1, 2)
-        ends = np.cumsum(self.sizes.prod(1, dtype=np.int64) * channels)
-        if ends[-1] * dtype.itemsize != end:
-            raise ValueError("damaged")
-        values = np.frombuffer(data, dtype, int(ends[-1]))
-        self.values = values.data
-        self.bad = {int(number): tuple(bad) for number, bad in about["bad"].items()}
-        uniform = bool((self.sizes == self.sizes[0]).all()) and not self.bad
-        self.shape = (channels, *self.sizes[0].tolist()) if uniform else None
-        if self.shape:
-            self.images = values.reshape(-1, *self.shape)
-        else:
-            parts = np.split(values, ends[:-1])
-            self.images = [part.reshape(channels, *size) for part, size in zip(parts, self.sizes)]
 
 
 class BlockCache:
@@ -95,7 +51,7 @@ class BlockCache:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def open(self, block: int, make: Make, shard: str) -> StoredBlock:
+    def open(self, block: int, make: Make, shard: str) -> PackedFile:
         """Returns a block; `make` gives its images where it is not there. Raises UserError where the disk cannot be written,
         and what `make` raises."""
         start = time.monotonic()
@@ -136,28 +92,17 @@ class BlockCache:
     def _lock(self, block: int, timeout: float = -1) -> Any:
         return FileLock(self.root / BLOCK_LOCKS / f"{(int(self.folder.name, 16) + block) % _LOCKS}.lock", timeout=timeout)
 
-    def _stored(self, path: Path) -> StoredBlock | None:
-        with contextlib.suppress(*_DAMAGED):
-            return StoredBlock(path)
+    def _stored(self, path: Path) -> PackedFile | None:
+        with contextlib.suppress(*DAMAGED):
+            return PackedFile(path)
         return None
 
     def _write(self, path: Path, files: list[ImageFile]) -> None:
-        sizes, bad = np.empty((len(files), 2), np.int32), {}
-        blank = self._prepare.blank()
+        each = (prepared(self._prepare, [files.pop(0)]) for _ in range(len(files)))  # what is done leaves the memory
         try:
             self.folder.mkdir(parents=True, exist_ok=True)  # where it was pruned meanwhile
             with whole_file(path, shared=True, durable=True) as draft, open(draft, "wb") as file:
-                for number, each in enumerate(files):
-                    try:
-                        pixels = self._prepare(each)[0]
-                    except UndecodableImage as error:
-                        pixels, bad[number] = blank, error.args
-                    sizes[number] = pixels.shape[1:]
-                    file.write(pixels.data)
-                    files[number] = None  # type: ignore[call-overload]  # its memory
-                about = {"images": len(files), "dtype": str(blank.dtype), "channels": len(blank), "bad": bad}
-                text = json.dumps(about).encode()
-                file.write(sizes.tobytes() + text + len(text).to_bytes(8, "little"))
+                write_packed(file, self._prepare, each, BadImages(len(files)))
                 self._written += file.tell()
         except OSError as error:
             raise self._unwritable(error) from error

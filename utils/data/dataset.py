@@ -18,12 +18,12 @@ import torch
 from utils.core.errors import UserError
 from utils.core.size import Size, read_bytes
 from utils.data.arrays import ArrayImages, is_array_file, range_of
-from utils.data.bad_images import BadImage, BadImages, UndecodableImage
+from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache
 from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
 from utils.data.color_modes import background_color
 from utils.data.columns import about_splits, find_labels
-from utils.data.decode import ImagePreparation, Range, cut, describe_remarks, header_of
+from utils.data.decode import ImagePreparation, Range, cut, describe_remarks, header_of, prepared
 from utils.data.image_column import EncodedImages, find_image_column
 from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used, size_of
 from utils.data.shards import patiently
@@ -56,16 +56,11 @@ class DecodedImages:
         Raises:
             UserError: naming a file that cannot be decoded, once there are more than may be.
         """
-        whole, met = [], []
-        for row, file in zip(rows.tolist(), self.files.at(rows.tolist())):
-            try:
-                whole.append(self.prepare(file)[0])
-            except UndecodableImage as error:
-                met.append(BadImage(row, *error.args))
-        if met:
-            self.bad_images.learn(met)
+        images, _, errors = prepared(self.prepare, self.files.at(rows.tolist()))
+        if errors:
+            self.bad_images.learn(BadImage(int(rows[number]), *error) for number, error in errors)
             return None
-        return cut(whole, self.prepare.size, crop)
+        return cut(images, self.prepare.size, crop)
 
 
 @dataclass(eq=False)
@@ -297,7 +292,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
         store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
         forget_archives()
         in_use = mark_used(folder, about)
-        notes += [*describe_remarks(store.remarks), f"packed images: {describe_size(size_of(folder))} in {folder}"]
+        notes += [*describe_remarks(store.packed.remarks), f"packed images: {describe_size(size_of(folder))} in {folder}"]
     else:
         store = DecodedImages(files, prepare, allowed)
     images = ImageSet(

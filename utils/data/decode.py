@@ -11,7 +11,7 @@ import errno
 import functools
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,24 @@ class ImagePreparation:
         if self.center_crop and pixels.shape[1:] != self.size:
             return cut([pixels], self.size, None)[0]
         return np.ascontiguousarray(pixels)
+
+
+# Pixels of images, what was remarked, and (number of an image, arguments of `UndecodableImage`) of those that are blank.
+Prepared = tuple[list[np.ndarray], list[str], list[tuple[int, tuple]]]
+
+
+def prepared(prepare: ImagePreparation, files: Iterable[ImageFile]) -> Prepared:
+    """Prepares each of `files`. Raises UserError as `prepare` does for a machine that fails."""
+    images, remarks, errors = [], [], []
+    for number, file in enumerate(files):
+        try:
+            pixels, remarked = prepare(file)
+            remarks += remarked
+        except UndecodableImage as error:
+            pixels = prepare.blank()
+            errors.append((number, error.args))
+        images.append(pixels)
+    return images, remarks, errors
 
 
 @contextlib.contextmanager

@@ -33,9 +33,10 @@ from utils.core.errors import UserError
 from utils.data.augmentation import to_unit_range
 from utils.data.autoencoder import Autoencoder, Scale
 from utils.data.bad_images import BadImage
-from utils.data.cache import MappedArray, Progress, free_for
+from utils.data.cache import Progress, free_for
 from utils.data.dataset import ImageSet, cache_folder
 from utils.data.packed_caches import describe_size, mark_used, size_of
+from utils.data.packed_file import MappedFile
 
 LATENTS_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
 FILE = "latents.bin"
@@ -54,13 +55,13 @@ class PackedLatents:
 
     def __init__(self, folder: Path):
         meta = json.loads((folder / "meta.json").read_text())
-        shape = tuple(meta["shape"])
-        if (folder / FILE).stat().st_size != 4 * math.prod(shape):
+        self._shape = tuple(meta["shape"])
+        if (folder / FILE).stat().st_size != 4 * math.prod(self._shape):
             raise ValueError(f"{folder / FILE} is not complete")
         self.folder, self.measured = folder, Scale(meta["mean"], meta["std"])
         self.bad_images = [BadImage(**bad) for bad in meta["bad_images"]]
         self.in_use: IO | None = None  # keeps the cache from being removed
-        self._latents = MappedArray(folder / FILE, np.float32, shape)
+        self._file = MappedFile(folder / FILE)
 
     def __getstate__(self) -> dict:
         """A copy in another process maps the file again."""
@@ -69,12 +70,12 @@ class PackedLatents:
     @property
     def mirrors(self) -> bool:
         """Whether it has mirror images too."""
-        return self._latents.shape[1] == 2
+        return self._shape[1] == 2
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, height, width."""
-        channels, height, width = self._latents.shape[3:]
+        channels, height, width = self._shape[3:]
         return channels, height, width
 
     def fetch(self, rows: np.ndarray, seed: int, sample_numbers: torch.Tensor | None = None) -> np.ndarray:
@@ -83,8 +84,8 @@ class PackedLatents:
         mirrored = np.zeros(len(rows), np.int64)
         if self.mirrors and sample_numbers is not None:
             mirrored = (randomness.uniform(seed, "flip", sample_numbers)[:, 0] < 0.5).numpy().astype(np.int64)
-        batch = self._latents.array[rows, mirrored]
-        self._latents.forget_pages()
+        batch = self._file.array(np.float32, self._shape)[rows, mirrored]
+        self._file.forget_pages()
         return batch
 
 

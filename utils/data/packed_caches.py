@@ -18,6 +18,7 @@ from typing import IO
 from utils.core.files import read_json, write_json
 
 _ABOUT = "about.json"
+PACKED = "images.bin"
 STREAMED_BLOCKS = Path("streams", "blocks")  # below the folder of the packed caches; a folder for each streamed dataset
 BLOCK_LOCKS = "locks"  # one folder beside those
 _UNFINISHED = ".tmp"  # suffix of a cache that is being packed, or whose packer was killed
@@ -52,7 +53,7 @@ def mark_used(folder: Path, about: dict[str, str]) -> IO | None:
     """
     path = folder / _ABOUT
     try:
-        if not path.exists():  # of an earlier release, or new
+        if not path.exists():
             write_json(path, about, shared=True)
         file = open(path)  # noqa: SIM115 - held open
         fcntl.flock(file, fcntl.LOCK_SH)
@@ -72,13 +73,14 @@ def size_of(folder: Path) -> int:
 
 def list_caches(root: Path) -> list[PackedCache]:
     """Returns the caches below `root`, the longest unused first; those whose packing was cut short are among them."""
-    packed = [folder for folder in root.glob("*") if (folder / "meta.json").is_file() or folder.suffix == _UNFINISHED]
+    complete = {path.parent for name in (PACKED, "meta.json") for path in root.glob(f"*/{name}")}  # of images, and of latents
+    packed = [folder for folder in root.glob("*") if folder in complete or folder.suffix == _UNFINISHED]
     streamed = [folder for folder in (root / STREAMED_BLOCKS).glob("*") if folder.name != BLOCK_LOCKS]
     found = []
     for folder in filter(Path.is_dir, packed + streamed):
-        path = folder / (_ABOUT if (folder / _ABOUT).is_file() else "meta.json")
+        path = folder / _ABOUT
         with contextlib.suppress(OSError):  # removed meanwhile
-            last_use = path.stat().st_mtime if path.exists() else folder.stat().st_mtime
+            last_use = (path if path.exists() else folder).stat().st_mtime
             with _locked(folder) as free:
                 found.append(PackedCache(folder, _read_about(folder), size_of(folder), last_use, not free))
     return sorted(found, key=lambda cache: cache.last_use)
@@ -87,7 +89,7 @@ def list_caches(root: Path) -> list[PackedCache]:
 def _read_about(folder: Path) -> str:
     if folder.suffix == _UNFINISHED:
         return "not packed to its end"
-    return "; ".join(map(str, read_json(folder / _ABOUT).values())) or "packed by an earlier release"
+    return "; ".join(map(str, read_json(folder / _ABOUT).values())) or "not known"
 
 
 @contextlib.contextmanager

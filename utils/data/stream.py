@@ -25,11 +25,12 @@ from filelock import FileLock
 from utils.core.errors import UserError, one_line
 from utils.core.files import whole_file
 from utils.data.bad_images import BadImage, BadImages
-from utils.data.block_cache import BlockCache, StoredBlock
+from utils.data.block_cache import BlockCache
 from utils.data.cache import Progress
 from utils.data.columns import Labels, find_labels, is_number, usual_labels
 from utils.data.decode import ImageFile, ImagePreparation, cut
 from utils.data.image_column import EncodedImages, files_key, find_image_column, first_of
+from utils.data.packed_file import PackedFile
 from utils.data.shard_formats import VERSION, Tar, columns_of, counts, format_of
 from utils.data.shards import Shard, UnreadableShard, find_shards, in_parallel, patiently
 from utils.data.stored_files import is_address
@@ -228,7 +229,7 @@ class StreamedImages:
         self._begun = time.time()  # of the run: its workers get a copy
         self._ahead: ReadAhead | None = None
         self._unreadable: dict[int, tuple[str, str]] = {}  # by block: arguments of the error, which would hold what was read
-        self._open: dict[int, tuple[StoredBlock, float]] = {}  # until when they stay, the one opened last at the end
+        self._open: dict[int, tuple[PackedFile, float]] = {}  # until when they stay, the one opened last at the end
         self._mapped = 0  # bytes of them
 
     def __len__(self) -> int:
@@ -258,15 +259,15 @@ class StreamedImages:
             self.bad_images.learn(self._unreadable_images(wanted))
             return None
         stored, blank = [opened[block] for block in blocks.tolist()], self.prepare.blank()
-        if all(block.shape == blank.shape for block in opened.values()):
+        if all(block.shape == blank.shape and not block.bad for block in opened.values()):
             size = blank.size
-            joined = bytearray().join([block.values[n * size : (n + 1) * size] for block, n in zip(stored, numbers)])
+            joined = bytearray().join([block.values.data[n * size : (n + 1) * size] for block, n in zip(stored, numbers)])
             return np.frombuffer(joined, blank.dtype).reshape(-1, *blank.shape)
         places = list(zip(rows.tolist(), stored, numbers))
-        if met := [BadImage(row, *block.bad[number]) for row, block, number in places if number in block.bad]:
+        if met := [replace(block.bad[number], row=row) for row, block, number in places if number in block.bad]:
             self.bad_images.learn(met)
             return None
-        return cut([block.images[number] for _, block, number in places], self.prepare.size, crop)
+        return cut([block.at(np.array([number]))[0] for _, block, number in places], self.prepare.size, crop)
 
     def _unreadable_images(self, blocks: set[int]) -> list[BadImage]:
         """Those of the blocks that cannot be read. Raises UnreadableShard where no images may be replaced."""
@@ -280,7 +281,7 @@ class StreamedImages:
             found += [BadImage(row, f"row {number} of {shard.name}", None, reason) for row, number in zip(rows, numbers)]
         return found
 
-    def block(self, block: int) -> StoredBlock:
+    def block(self, block: int) -> PackedFile:
         """Returns a decoded block from the disk, read first where it is not there. Raises UserError, see `fetch`."""
         stored, until = self._open.get(block, (None, 0.0))
         if stored is not None and time.monotonic() < until:
@@ -295,7 +296,7 @@ class StreamedImages:
             self._unreadable[block] = error.args
             raise
         self._open[block] = stored, time.monotonic() + _OPEN_SECONDS
-        self._mapped += stored.size
+        self._mapped += len(stored.data)
         while len(self._open) > 1 and self._mapped > self.cache.limit // _OPEN_SHARE:
             self._close(next(iter(self._open)))
         return stored
@@ -316,7 +317,7 @@ class StreamedImages:
 
     def _close(self, block: int) -> None:
         if block in self._open:
-            self._mapped -= self._open.pop(block)[0].size
+            self._mapped -= len(self._open.pop(block)[0].data)
 
     def read_ahead(self, rows: np.ndarray) -> None:
         """Begins to read the blocks of `rows` in the background, in their order; what was asked for before does not count."""

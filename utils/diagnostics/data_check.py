@@ -51,23 +51,18 @@ def check_data(
         images_read: what the figures from here to `near_copies` are about.
         min, max: floats in [-1, 1]. mean, std: lists with a float per channel.
         constant_share, constant_rows: images of one single value; some rows of them.
-        pairwise_distance: root mean square difference of the pixels of two different images; None for one image.
-        variety: that distance / (sqrt(2) x the standard deviation of all pixels): about 0 when all images are alike, 1
-            when no pixel has a mean of its own; None where nothing varies.
-        copies: {share, largest_group, rows, repeated, following, following_by_chance}: images that repeat an earlier one
-            pixel for pixel, 1 - distinct / read; the number of images in the largest group of equal ones; two rows of that
-            group. The next three leave out images whose values differ by less than a 16th of the range: the number in the
-            largest group, those equal to the image of the row before, and how many would be in a random order. Of a set
-            that is read in part, all are too low: a copy is seen only when its original is read too.
-        near_copies: {images, share, distance_median, threshold, rows} of `images` sampled ones: the share that has
-            another, not equal, image nearer than `threshold` = NEAR_COPY_DISTANCE; the median distance to the nearest
-            other image; the rows of the nearest pair. Constant images have no contrast and are left out. Brightness,
+        copies: {share, rows, repeated, following, following_by_chance}: images that repeat an earlier one pixel for pixel, 1 -
+            distinct / read; two rows of the largest group of equal ones. The next three leave out images whose values differ by
+            less than a 16th of the range: the number in the largest group, those equal to the image of the row before, and how
+            many would be in a random order. Of a set that is read in part, all are too low: a copy is seen only when its
+            original is read too.
+        near_copies: {images, share, rows} of `images` sampled ones: the share that has another, not equal, image nearer than
+            NEAR_COPY_DISTANCE; the rows of the nearest pair. Constant images have no contrast and are left out. Brightness,
             flips and shifts are not seen through. None where there is nothing to compare.
         sizes: {images, enlarged_share, shorter_side_min, shorter_side_median} of the files of a sample before
             preparation, in pixels; enlarged are those with a side below that of the resolution. None if not known.
-        classes: {number, empty, largest, largest_share, smallest_share, entropy, counts} of the whole set's labels;
-            `entropy` is divided by log(number): 1 for balanced classes; `counts` by name, None for more than a thousand
-            classes. None without labels.
+        classes: {number, empty, largest, largest_share, counts} of the whole set's labels; `counts` by name, None for more
+            than a thousand classes. None without labels.
         damaged: {images, share, files} of the images that cannot be decoded, where the set allows them, among all images or,
             without a cache, those read; `files` has {row, file, reason} of some. Other figures than copies and constant ones
             count the images in their places.
@@ -102,39 +97,33 @@ def _choose(seed: int, purpose: str, total: int, count: int) -> np.ndarray:
 
 def _pixel_figures(images: ImageSet, read: np.ndarray, sampled: np.ndarray, chunk: int) -> dict:
     thumbnails: list[torch.Tensor] = []
-    sums, squares = torch.zeros(2, *images.shape, dtype=torch.float64)
+    sums, squares = torch.zeros(2, images.shape[0], dtype=torch.float64)
     hashes, lows, highs = (np.empty(len(read), dtype) for dtype in (np.uint64, np.int64, np.int64))
     for start in range(0, len(read), chunk):
         part = slice(start, start + chunk)
         pixels = images.fetch(read[part])
         flat = pixels.reshape(len(pixels), -1)
         lows[part], highs[part], hashes[part] = flat.min(1), flat.max(1), _hashes(flat)
-        # Integers below 65536^2 x 200,000 are exact in float64, so that no variance is lost between large sums.
+        # In float64 the sums of 8 bits are exact, and those of 16 bits lose 1e-15 of themselves: next to no variance.
         pixels = torch.from_numpy(pixels)
         values = pixels.double()
-        sums += values.sum(0)
-        squares += values.square_().sum(0)
+        sums += values.sum((0, 2, 3))
+        squares += values.square_().sum((0, 2, 3))
         thumbnails.append(gray_thumbnails(pixels, images.max_value))
 
     whole = images.shown(read) == read  # the others are copies that the set made, instead of images that cannot be decoded
     constant = read[(lows == highs) & whole]
-    half, count, channels = images.max_value / 2, len(read), images.shape[0]
-    means, mean_squares = sums / count, squares / count
-    channel_means = means.reshape(channels, -1).mean(1)
-    channel_variances = mean_squares.reshape(channels, -1).mean(1) - channel_means.square()
-    variance = float(mean_squares.mean() - means.mean().square())
-    # Mean squared difference of two different images: twice the unbiased variance of each pixel over the images.
-    squared_distance = 2 * float((mean_squares - means.square()).mean()) * count / max(count - 1, 1)
-    distance = math.sqrt(max(squared_distance, 0.0))
+    half, count = images.max_value / 2, len(read)
+    pixels_each = count * math.prod(images.shape[1:])  # of a channel
+    means = sums / pixels_each
+    variances = squares / pixels_each - means.square()
     return {
         "min": float(lows.min() / half - 1),
         "max": float(highs.max() / half - 1),
-        "mean": (channel_means / half - 1).tolist(),
-        "std": (channel_variances.clamp(min=0).sqrt() / half).tolist(),
+        "mean": (means / half - 1).tolist(),
+        "std": (variances.clamp(min=0).sqrt() / half).tolist(),
         "constant_share": len(constant) / count,
         "constant_rows": _dataset_rows(images, constant[:_NAMED]),
-        "pairwise_distance": distance / half if count > 1 else None,
-        "variety": distance / math.sqrt(2 * variance) if count > 1 and lows.min() < highs.max() else None,
         "copies": _copy_figures(images, read[whole], hashes[whole], (highs - lows)[whole] > images.max_value / 16),
         "near_copies": _near_copies(images, read, sampled, hashes, torch.cat(thumbnails).double()),
     }
@@ -164,7 +153,6 @@ def _copy_figures(images: ImageSet, read: np.ndarray, hashes: np.ndarray, varied
         "following": int(following.sum()),
         "following_by_chance": float((of_varied * (of_varied - 1)).sum() / len(read)),
         "share": 1 - len(sizes) / len(read),
-        "largest_group": len(members),
         "rows": _dataset_rows(images, members[:2]) if len(members) > 1 else [],
     }
 
@@ -185,8 +173,6 @@ def _near_copies(
     return {
         "images": len(relative),
         "share": float((relative < NEAR_COPY_DISTANCE).double().mean()),
-        "distance_median": float(relative.median()),
-        "threshold": NEAR_COPY_DISTANCE,
         "rows": _dataset_rows(images, read[[asked[closest], others[closest]]]),
     }
 
@@ -240,14 +226,10 @@ def _class_figures(images: ImageSet) -> dict | None:
     if images.class_names is not None:
         counts = {name: counts.get(label, 0) for label, name in enumerate(images.class_names)}
     shares = np.array(list(counts.values())) / sum(counts.values())
-    present = shares[shares > 0]
-    entropy = max(0.0, -float((present * np.log(present)).sum()))  # not -0.0 for a single class
     return {
         "number": len(shares),
         "empty": int((shares == 0).sum()),
         "largest": str(list(counts)[shares.argmax()]),
         "largest_share": float(shares.max()),
-        "smallest_share": float(shares.min()),
-        "entropy": entropy / math.log(len(shares)) if len(shares) > 1 else 1.0,
         "counts": {str(name): count for name, count in counts.items()} if len(shares) <= _MAX_COUNTS else None,
     }

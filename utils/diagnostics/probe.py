@@ -12,13 +12,16 @@ from utils.data.dataset import ImageSet
 from utils.data.training_data import TrainingSamples
 from utils.diffusion.classes import classes_known
 from utils.diffusion.ddpm import PREDICTION_TYPES, training_target
-from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
+from utils.diffusion.edm2 import EDM2Denoiser
+from utils.diffusion.ideal_denoiser import denoiser_gap, gap_by_timestep
+from utils.diffusion.sampling import FINISHED_EDM
 
 TIMESTEPS = (0, 100, 500, 900, 999)  # of 1000; spread in the same way over other lengths
 PROBE_IMAGES = 32
 SMALL_PIXELS = 2**13  # that need little memory however small the micro batch is: 32 images of 16x16, 2 of 64x64
 MIDDLE = 2  # of TIMESTEPS: where noise, image and velocity are all far apart
 OTHER_TIMES = (100, 900)  # of 1000, told to the network instead of the middle one
+PATH_SIGMAS = (80.0, 10.0, 3.0, 1.0, 0.5, 0.2)  # where an EDM2 network's way from noise to image is looked at
 
 
 def probe_timesteps(num_train_timesteps: int) -> list[int]:
@@ -132,7 +135,11 @@ def examine_network(
     found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size, labels)
     has_ideal = isinstance(noise_scheduler, DDPMScheduler) and not classes and samples.encoded is None
     if has_ideal and samples.device.type != "mps":
-        plan = GapPlan(
+        gap = denoiser_gap(
+            unet,
+            noise_scheduler,
+            samples.images,
+            validation,
             timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
             seed=samples.seed,
             device=samples.device,
@@ -140,7 +147,7 @@ def examine_network(
             batch_size=batch_size,
             random_flip=samples.random_flip,
         )
-        found |= gap_by_timestep(denoiser_gap(unet, noise_scheduler, samples.images, validation, plan))
+        found |= gap_by_timestep(gap)
     return found
 
 
@@ -166,3 +173,26 @@ def sample_statistics(images: torch.Tensor) -> dict[str, float]:
         # The mean squared distance of distinct pairs is twice the variance over the images, summed over the pixels.
         statistics["pair_distance"] = (2.0 * flat.var(dim=0)).mean().sqrt().item()
     return statistics
+
+
+def path_timesteps() -> list[float]:
+    """c_noise of PATH_SIGMAS, and of the finished image."""
+    return [*(math.log(sigma) / 4.0 for sigma in PATH_SIGMAS), FINISHED_EDM]
+
+
+def sigma_caption(timestep: float) -> str:
+    return f"sigma {math.exp(4.0 * timestep):.2g}" if timestep > FINISHED_EDM else "finished"
+
+
+def examine_denoiser(denoiser: EDM2Denoiser, samples: TrainingSamples) -> dict:
+    """Returns {"timestep_response"}: change of F of the run's first images under noise of sigma 1, when another noise level is
+    told, over its size; None for a network whose output is zero."""
+    batch = samples.on_device(next(samples.batches(0, 1)), as_they_are=True)
+    clean_images, labels = batch.clean_images[:PROBE_IMAGES], batch.classes()[:PROBE_IMAGES]
+    numbers = torch.arange(len(clean_images), device=clean_images.device)
+    noisy_images = clean_images + randomness.normal(samples.seed, "probe", numbers, tuple(clean_images.shape[1:]))
+    scaled = noisy_images / noisy_images.std()
+    first, *others = (denoiser.unet(scaled, math.log(sigma) / 4.0, labels).sample.float() for sigma in (1.0, 0.1, 10.0))
+    scale = first.square().mean().sqrt()
+    change = torch.stack([other - first for other in others]).square().mean().sqrt()
+    return {"timestep_response": (change / scale).item() if scale > 0 else None}

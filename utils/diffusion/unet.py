@@ -1,4 +1,4 @@
-"""The DDPM network: a diffusers UNet2DModel from a preset, a config, or the resolution, and its initialization."""
+"""The networks: a UNet2DModel of diffusers or an EDM2UNet, by preset, config, or resolution; and their first weights."""
 
 import fnmatch
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from diffusers import ModelMixin, UNet2DModel
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
+from models.edm2_unet import PRESETS, EDM2UNet
 from utils.core.errors import UserError, in_full
 from utils.core.hub import told
 from utils.core.randomness import derive_seed
@@ -21,6 +22,7 @@ Network = TypeVar("Network", bound=ModelMixin)
 INITIALIZATIONS = ("default", "xavier", "he")
 ORIGINAL_WEIGHT = ".parametrizations.weight.original"  # what a layer under spectral norm calls its weight
 UNET_DEFAULT_LEVELS = (224, 448, 672, 896)  # UNet2DModel's own block_out_channels
+PAPER_LEVELS = (1, 2, 3, 4)  # EDM2UNet's own channel_multipliers
 
 
 def make_unet(
@@ -66,6 +68,29 @@ def make_unet(
 
     levels = len(config.get("block_out_channels", UNET_DEFAULT_LEVELS))
     return build_network(UNet2DModel, config, levels, options, device_type, shape, initialized)
+
+
+def make_edm2_unet(
+    options: EDM2Options,
+    device_type: str = "cpu",
+    num_classes: int = 0,
+    config: dict | None = None,
+    shape: tuple[int, int, int] | None = None,
+) -> EDM2UNet:
+    """Returns an EDM2UNet whose weights are a function of the options (global random state is left as it was).
+
+    `config`: that of the network, in place of what the options say of it. Without it, preset and config file the network is the
+    paper's XS. `num_classes` 0 makes it unconditional; `dropout` of None keeps the network's own.
+    `shape`: channels, height and width of what it sees, where those are latents. Raises UserError as `read_config` and
+    `build_network` do.
+    """
+    shape = shape or options.image_shape
+    config = read_config(EDM2UNet, options, shape[0]) if config is None else dict(config)
+    if config is None:
+        config = dict(PRESETS[options.model_preset or "XS"])
+    config["num_class_embeds"] = num_classes
+    levels = len(config.get("channel_multipliers", PAPER_LEVELS))
+    return build_network(EDM2UNet, config, levels, options, device_type, shape)
 
 
 def _shown_size(options: DDPMOptions | EDM2Options, shape: tuple[int, int, int]) -> str:

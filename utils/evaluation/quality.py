@@ -40,7 +40,7 @@ def compare(
         images, reference_images, rows: how many; `rows` of each are what the figures after `kd` are about.
         fd: squared Frechet distance of all images. kd: kernel distance of up to 10,000 of each; can be below 0.
         precision, recall, density, coverage: with the 5 nearest neighbors.
-        variance_ratio, distance_ratio: generated over real. vendi, vendi_real: effective numbers of different images.
+        variance_ratio, distance_ratio: generated over real. vendi: effective number of different images.
         modes: see `mode_figures`. regions: see `region_figures`.
 
     Raises ValueError for fewer than 10 images of a kind.
@@ -50,13 +50,11 @@ def compare(
     moments, real_moments = generated.moments.to(device), real.moments.to(device)
     rows, real_rows = (_shuffled(features.rows, seed)[:SAMPLE_ROWS].to(device) for features in (generated, real))
     if standardized:
-        mean, spread = location_and_spread(real_moments)
-        moments, real_moments = moments.scaled(mean, spread), real_moments.scaled(mean, spread)
-        rows, real_rows = ((x - mean.to(x)) / spread.to(x) for x in (rows, real_rows))
+        rows, real_rows = (standardize(x, real_moments) for x in (rows, real_rows))
+        moments, real_moments = (x.scaled(*location_and_spread(real_moments)) for x in (moments, real_moments))
     count = min(len(rows), len(real_rows))
     some, some_real = rows[:count], real_rows[:count]
     near = neighborhoods(some, some_real, min(NEIGHBORS, count - 1))
-    center = some_real.mean(0)
     real_distance = mean_pairwise_distance(some_real)
     return {
         "images": len(generated),
@@ -67,8 +65,7 @@ def compare(
         **dataclasses.asdict(near),
         "variance_ratio": variance_ratio(some, some_real),
         "distance_ratio": mean_pairwise_distance(some) / max(real_distance, 1e-12),
-        "vendi": vendi_score(some - center),
-        "vendi_real": vendi_score(some_real - center),
+        "vendi": vendi_score(some - some_real.mean(0)),
         "modes": mode_figures(rows, real_rows, seed),
         "regions": region_figures(some, some_real, seed),
     }
@@ -79,6 +76,12 @@ def location_and_spread(real: Moments) -> tuple[torch.Tensor, torch.Tensor]:
     blown up: it would count for all the others as soon as it moves in generated ones."""
     spread = real.covariance.diagonal().sqrt()
     return real.mean, spread.clamp(min=max(_MIN_SPREAD * spread.median().item(), 1e-6))
+
+
+def standardize(rows: torch.Tensor, real: Moments) -> torch.Tensor:
+    """[n, D], by `location_and_spread`."""
+    mean, spread = location_and_spread(real.to(rows.device))
+    return (rows - mean.to(rows)) / spread.to(rows)
 
 
 def mode_figures(generated: torch.Tensor, real: torch.Tensor, seed: int) -> dict:
@@ -135,8 +138,7 @@ def real_floor(real: FeatureSet, count: int, *, standardized: bool, seed: int, d
     if floor["regions"] is not None:
         rows = rows[: 2 * min(first, VISIBLE_ROWS)].to(device)
         if standardized:
-            mean, spread = location_and_spread(real.moments.to(device))
-            rows = (rows - mean.to(rows)) / spread.to(rows)
+            rows = standardize(rows, real.moments)
         others, same = rows.chunk(2)
         floor["regions"]["visible"] = smallest_visible_gap(others, same, seed)
     return floor

@@ -6,7 +6,7 @@ from statistics import mean
 
 from utils.core.errors import UserError
 from utils.diagnostics.finding import Finding, described
-from utils.diagnostics.report.evaluation import FIGURES
+from utils.diagnostics.report.samples import FIGURES
 from utils.diagnostics.rules.samples import MIN_VARIED
 from utils.evaluation.evaluator import metric_name
 from utils.evaluation.quality import NEIGHBORS
