@@ -26,11 +26,6 @@ class Size(NamedTuple):
         return self.height if self.height == self.width else f"{self.height}x{self.width}"
 
 
-def read_resolution(text: str) -> int | str:
-    """Returns what `text` means as `Size.resolution`. Raises ValueError."""
-    return Size.of(text).resolution
-
-
 def read_bytes(text: str) -> int:
     """Returns the bytes that `text` means: 500MB, 50GB, 1.5TB, or a number of bytes. Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)

@@ -5,12 +5,12 @@ A group is a class, and whoever needs some flags takes that group: `load_images(
 """
 
 import os
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from utils.core.errors import UserError
-from utils.core.size import Size, read_budget, read_bytes, read_resolution
+from utils.core.size import Size, read_budget, read_bytes
 from utils.options.parser import Options, changed, flag
 from utils.options.presets import EDM2_ABOUT, EDM2_FLAGS, FLAGS
 
@@ -55,7 +55,7 @@ class DataOptions(Options):
     resolution: int | str = flag(
         64,
         "images get this size in pixels; 64x96: height x width; one size for all (64)",
-        reads=read_resolution,
+        reads=lambda text: Size.of(text).resolution,
         words="a number of pixels, or two as height x width, such as 64x96",
     )
     image_channels: int = flag(3, "1: gray, 2: gray with alpha, 3: RGB, 4: RGBA; more for arrays (3)", at_least=1)
@@ -136,15 +136,11 @@ class TrainingOptions(Options):
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time", free=True)
     compile: bool = flag(False, "torch.compile the network; turned off if the compiled gradients are wrong", free=True)
     channels_last: bool | None = flag(
-        None,
-        "channels-last memory format (on for a GPU with --compile; EDM2: on for a GPU)",
-        free=True,
+        None, "channels-last memory format (on for a GPU with --compile; EDM2: on for a GPU)", free=True
     )
     tf32: bool = flag(True, "fp32 products on a GPU in TF32 (on)", free=True)
     cudnn_benchmark: bool = flag(
-        True,
-        "try several cuDNN algorithms and use the fastest; off with --deterministic (on)",
-        free=True,
+        True, "try several cuDNN algorithms and use the fastest; off with --deterministic (on)", free=True
     )
     deterministic: bool = flag(
         False, "kernels that give the same bits each time; without it, a resumed run on a GPU has other rounding", free=True
@@ -363,16 +359,8 @@ class RunOptions(
     sampling_flag: ClassVar[str]
     basics: ClassVar[tuple[str, ...]] = (
         *("dataset_name", "train_data_dir", "resolution", "image_channels", "random_flip", "validation_images"),
-        *(
-            "budget",
-            "model_preset",
-            "class_conditional",
-            "pretrained",
-            "train_batch_size",
-            "max_train_steps",
-            "mixed_precision",
-        ),
-        *("learning_rate", "output_dir", "resume_from_checkpoint"),
+        *("budget", "model_preset", "class_conditional", "pretrained", "train_batch_size", "max_train_steps"),
+        *("mixed_precision", "learning_rate", "output_dir", "resume_from_checkpoint"),
     )
     if TYPE_CHECKING:  # flags of each script, with its own choices
         sampler: Any = None
@@ -387,6 +375,13 @@ class RunOptions(
         "rescale_betas_zero_snr": ("snr_gamma",),  # which would not train the last timestep
         "pretrained": PIPELINE_DECIDES,
     }
+    conflicts: ClassVar[tuple[tuple[str, str, str], ...]] = (  # flags that do not go together, and why
+        ("balanced_sampling", "streaming", "a stream is read in blocks of any images"),
+        ("vae", "streaming", "a stream is read in blocks of any images"),
+        ("color_jitter", "vae", "images are encoded once, before the training"),
+        ("augment_probability", "vae", "images are encoded once, before the training"),
+        ("latent_scale", "pretrained", "a pipeline of latents has its own scale, and one of images has no latents"),
+    )
 
     @property
     def micro_batch_size(self) -> int:
@@ -443,22 +438,12 @@ class RunOptions(
         super().check()
 
     def check_latents(self) -> None:
-        """Raises UserError where flags do not go together with latents, or need them, or with a stream."""
-        for name in ("balanced_sampling", "vae"):
-            if self.streaming and getattr(self, name):
-                raise UserError(f"--{name} and --streaming: a stream is read in blocks of any images\nleave one of the two out")
-        if self.latent_scale is not None and self.pretrained is not None:
-            raise UserError(
-                "--latent_scale and --pretrained: a pipeline of latents has its own scale, and one of images has no latents\n"
-                "leave --latent_scale out"
-            )
-        if self.vae is None:
-            if self.latent_scale is not None:
-                raise UserError("--latent_scale is for latents\nset --vae, or leave --latent_scale out")
-            return
-        for name in ("color_jitter", "augment_probability"):
-            if getattr(self, name):
-                raise UserError(f"--{name} and --vae: images are encoded once, before the training\nleave out --{name}")
+        """Raises UserError for `conflicts`, and where flags need latents."""
+        for name, other, why in self.conflicts:
+            if getattr(self, name) and getattr(self, other):
+                raise UserError(f"--{name} and --{other}: {why}\nleave one of the two out")
+        if self.vae is None and self.latent_scale is not None:
+            raise UserError("--latent_scale is for latents\nset --vae, or leave --latent_scale out")
 
 
 @dataclass(kw_only=True)
@@ -542,6 +527,7 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
 
     presets, script, network_flags = FLAGS, "train_ddpm", _DDPM_NETWORK
     sampling_flag: ClassVar[str] = "--ddpm_num_inference_steps"
+    conflicts = (*RunOptions.conflicts, ("spectral_norm", "gradient_checkpointing", "the two do not work together"))
 
     @property
     def sampling_steps(self) -> int | None:
@@ -555,8 +541,6 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
         super().check()
         if self.label_dropout != type(self).label_dropout and not self.class_conditional:
             raise UserError("--label_dropout needs a network with classes\nset --class_conditional")
-        if self.spectral_norm and self.gradient_checkpointing:
-            raise UserError("--spectral_norm and --gradient_checkpointing do not work together\nleave one of the two out")
         self._check_objective()
 
     def _check_objective(self) -> None:
@@ -658,34 +642,36 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
 
 
 @dataclass(kw_only=True)
-class GenerateOptions(Options):
+class SampledOptions(Options):
+    """how images are made"""
+
+    sampler: AnySampler | None = flag(None, "(ddim; heun for EDM2, or dpmsolver++; euler for flow matching, or heun)")
+    num_inference_steps: int | None = flag(
+        None, "denoising steps (50; with ddpm all that were trained; 32 for EDM2; with euler 50, with heun 25)", at_least=1
+    )
+    class_labels: list[str] | None = flag(None, "make images of these classes in turn: names, or numbers from '#0' on (all)")
+    guidance: float = flag(1.0, "strength of the guidance; 1: off (1)", at_least=0)
+    guide_pipeline: str | None = flag(
+        None, "autoguidance: a smaller or less trained pipeline of the same data (the model without classes)"
+    )
+    batch_size: int = flag(64, "images at once per process (64)", at_least=1)
+    mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "precision of the network (no)")
+    cpu_threads: int = flag(1, "on a CPU, threads per process (1)", at_least=1, below=1025)
+    quiet: bool = flag(False, "show no progress")
+
+
+@dataclass(kw_only=True)
+class GenerateOptions(SampledOptions):
     """the images"""
 
     pipeline: str = flag(MISSING, "folder or Hub name of a diffusers pipeline, unconditional or of these scripts")
     output_dir: Path = flag(MISSING, "folder for the images")
     num_images: int = flag(MISSING, "number of images", at_least=1)
-    seed: int = flag(0, "another seed gives another set of images (default: 0)")
-    batch_size: int = flag(64, "images at once per process (default: 64)", at_least=1)
-    sampler: AnySampler | None = flag(None, "default: ddim; heun for EDM2 (or dpmsolver++); euler for flow matching (or heun)")
-    num_inference_steps: int | None = flag(
-        None,
-        "denoising steps (default: 50; with ddpm all that were trained; 32 for EDM2; with euler 50, with heun 25)",
-        at_least=1,
-    )
-    class_labels: list[str] | None = flag(
-        None, "make images of these classes in turn: names, or numbers from '#0' on (default: all)"
-    )
+    seed: int = flag(0, "another seed gives another set of images (0)")
     bits: Literal[8, 16] | None = flag(
-        None, "bits of each value in the files (default: 16 for a run with --preserve_input_precision, else 8)"
+        None, "bits of each value in the files (16 for a run with --preserve_input_precision, else 8)"
     )
-    guidance: float = flag(1.0, "strength of the guidance; 1: off (default: 1)", at_least=0)
-    guide_pipeline: str | None = flag(
-        None, "autoguidance: a smaller or less trained pipeline of the same data (default: the model without classes)"
-    )
-    mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "precision of the network (default: no)")
     compile: bool = flag(False, "torch.compile the network: takes a minute, useful for thousands of images")
-    cpu_threads: int = flag(1, "on a CPU, threads per process (default: 1)", at_least=1, below=1025)
-    quiet: bool = flag(False, "show no progress")
 
 
 @dataclass(kw_only=True)
@@ -700,19 +686,9 @@ class EvaluatedOptions(Options):
         None, "images per pipeline and seed (as many as the reference, up to 10,000)", at_least=FEWEST_IMAGES
     )
     seeds: list[int] = flag([0], "make one set of images for each of these seeds (0)")
-    sampler: AnySampler | None = flag(None, "(ddim; heun for EDM2, or dpmsolver++; euler for flow matching, or heun)")
-    num_inference_steps: int | None = flag(
-        None, "denoising steps (50; with ddpm all that were trained; 32 for EDM2; with euler 50, with heun 25)", at_least=1
-    )
-    class_labels: list[str] | None = flag(None, "make images of these classes in turn: names, or numbers from '#0' on (all)")
-    guidance: float = flag(1.0, "strength of the guidance; 1: off (1)", at_least=0)
-    guide_pipeline: str | None = flag(None, "autoguidance: a smaller or less trained pipeline (the model without classes)")
     validation_images: int = flag(
         0, "number of validation images of the training, if --pipeline is not a run of these scripts (0)", at_least=0
     )
-    batch_size: int = flag(64, "images at once per process (64)", at_least=1)
-    mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "precision of the network (no)")
-    cpu_threads: int = flag(1, "on a CPU, threads per process (1)", at_least=1)
 
 
 PRETRAINED_FEATURES = {  # and the weights that they need
@@ -741,14 +717,13 @@ class EvaluationOutputOptions(Options):
     output: Path | None = flag(None, "make-reference: the file to write")
     output_dir: Path | None = flag(None, "folder for evaluation.json and nearest.png (evaluation/ in the folder of the run)")
     json: bool = flag(False, "print JSON instead of tables")
-    quiet: bool = flag(False, "show no progress")
 
 
 _OF_SAMPLES = {"num_images", "seeds", "sampler", "num_inference_steps", "class_labels", "guidance", "guide_pipeline"}
 
 
 @dataclass(kw_only=True)
-class EvaluateOptions(EvaluatedOptions, FeatureOptions, EvaluationOutputOptions, DataOptions):
+class EvaluateOptions(EvaluatedOptions, SampledOptions, FeatureOptions, EvaluationOutputOptions, DataOptions):
     """evaluate.py"""
 
     basics: ClassVar[tuple[str, ...]] = (
@@ -774,10 +749,9 @@ class EvaluateOptions(EvaluatedOptions, FeatureOptions, EvaluationOutputOptions,
         elif not self.pipeline and not self.images:
             raise UserError("there is nothing to evaluate\nset --pipeline or --images")
         if not self.pipeline and not self.command:
-            for each in fields(EvaluatedOptions):
-                default = each.default if each.default_factory is MISSING else each.default_factory()
-                if each.name in _OF_SAMPLES and getattr(self, each.name) != default:
-                    raise UserError(f"--{each.name} is for --pipeline, and only --images is set\nleave --{each.name} out")
+            for name in sorted(self.given & _OF_SAMPLES):
+                if getattr(self, name) != [0]:  # seeds that a file repeats
+                    raise UserError(f"--{name} is for --pipeline, and only --images is set\nleave --{name} out")
         if self.command != "make-reference" and self.output is not None:
             raise UserError("--output is for make-reference\nset --output_dir, or evaluate.py make-reference --output FILE")
         weights = PRETRAINED_FEATURES.get(self.features)
@@ -830,28 +804,20 @@ class DiagnoseOptions(DiagnosedOptions, DataOptions):
 
     def check(self) -> None:
         named = [self.run is not None, self.pipeline is not None, bool(self.dataset_name or self.train_data_dir)]
+        wrong, others = any(named), "together with a run, --pipeline or a dataset\nleave these out"
         if self.watch is not None:
-            if any(named):
-                raise UserError("--watch SCRIPT does not go together with a run, --pipeline or a dataset\nleave these out")
-            return
-        if self.compare:
-            if any(named) or len(self.compare) != 2:
-                raise UserError(
-                    "--compare needs two runs, and does not go together with a run, --pipeline or a dataset\nleave these out"
-                )
-            return
-        if self.cache or self.prune_cache is not None:
-            if any(named):
-                raise UserError(
-                    "--cache and --prune_cache do not go together with a run, --pipeline or a dataset\n"
-                    "leave these out; --cache_dir sets where the packed images are"
-                )
-            return
-        if named not in ([True, False, False], [False, True, True], [False, False, True]):
-            raise UserError(
-                "these flags do not say what to diagnose\n"
-                "give the folder of a run, or --pipeline with --dataset_name or --train_data_dir, or only a dataset"
-            )
+            problem = f"--watch SCRIPT does not go {others}"
+        elif self.compare:
+            wrong |= len(self.compare) != 2
+            problem = f"--compare needs two runs, and does not go {others}"
+        elif self.cache or self.prune_cache is not None:
+            problem = f"--cache and --prune_cache do not go {others}; --cache_dir sets where the packed images are"
+        else:
+            wrong = named not in ([True, False, False], [False, True, True], [False, False, True])
+            problem = "these flags do not say what to diagnose\ngive the folder of a run, "
+            problem += "or --pipeline with --dataset_name or --train_data_dir, or only a dataset"
+        if wrong:
+            raise UserError(problem)
 
 
 def read_widths(text: str) -> list[float]:

@@ -69,28 +69,24 @@ class Options:
     def check(self) -> None:
         """Raises UserError where flags contradict each other."""
 
+    @classmethod
+    def marked(cls, *marks: str) -> list[str]:
+        """Returns the names of the flags that have any of these, such as `free` or `path`; see `flag`."""
+        return [each.name for each in fields(cls) if any(each.metadata.get(mark) for mark in marks)]
+
     def shaping(self, **computed) -> dict[str, Any]:
         """The values that shape the result, which a resumed run must not change, with `computed` facts; JSON types only."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata.get("free")}
+        values = {name: value for name, value in vars(self).items() if name not in self.marked("free")}
         return json.loads(json.dumps(values | computed))
 
     def lasting(self) -> dict[str, Any]:
         """Returns what a record has of the values that are neither secret nor of one start of a run; JSON types only."""
-        left_out = {each.name for each in fields(self) if each.metadata.get("secret") or each.metadata.get("once")}
+        left_out = self.marked("secret", "once")
         return {name: value for name, value in json.loads(json.dumps(self.recorded())).items() if name not in left_out}
-
-    @classmethod
-    def paths(cls) -> list[str]:
-        """Returns the names of the flags whose values may be paths."""
-        return [each.name for each in fields(cls) if each.metadata.get("path")]
-
-    def secrets(self) -> list[str]:
-        """Returns the values that no record may hold."""
-        return [value for each in fields(self) if each.metadata.get("secret") and (value := getattr(self, each.name))]
 
     def recorded(self) -> dict[str, Any]:
         """Returns all values by their names, sorted, secrets hidden."""
-        secret = {each.name for each in fields(self) if each.metadata.get("secret")}
+        secret = self.marked("secret")
         return {name: HIDDEN if name in secret and value else value for name, value in sorted(vars(self).items())}
 
     @classmethod
@@ -121,14 +117,13 @@ def parse_options(cls: type[T], description: str, argv: list[str] | None = None)
     filed = {}
     if path is not None:
         try:
-            once = {each.name for each in fields(cls) if each.metadata.get("once")}
-            filed = read_config(path, values, once, cls.paths())
+            filed = read_config(path, values, cls.marked("once"), cls.marked("path"))
         except KeyError as error:
             raise UserError("\n".join(about_unknown(error.args[0], values, parser, f"--config {path}: "))) from None
     options = resolve(cls, filed, given)
     if prints:
         if os.environ.get("RANK", "0") == "0":
-            secret = {each.name for each in fields(cls) if each.metadata.get("secret")}
+            secret = cls.marked("secret")
             print(config_text({name: value for name, value in vars(options).items() if name not in secret}), end="", flush=True)
         raise SystemExit(0)
     return options

@@ -194,8 +194,9 @@ class RunFolder:
 def command_line(options: Options) -> str:
     """Returns the command that was given to Python, without secrets."""
     command = shlex.join(sys.argv)
-    for secret in options.secrets():
-        command = command.replace(secret, HIDDEN)
+    for name in options.marked("secret"):
+        if secret := getattr(options, name):
+            command = command.replace(secret, HIDDEN)
     return command
 
 
@@ -207,7 +208,7 @@ def differences(saved: dict, current: dict) -> list[str]:
 def as_spelled_now(saved: dict, current: dict, record: dict, folder: Path) -> dict:
     """Returns `saved` options of the run in `folder`, whose options.json has the `record`, with the spelling that `current` has
     of each path that leads to the same place."""
-    names = [n for n in RunOptions.paths() if n in saved and n in current]
+    names = [n for n in RunOptions.marked("path") if n in saved and n in current]
     places = located({**record, "options": record.get("options", {}) | saved}, folder, names)
     return saved | {n: current[n] for n in names if same_place(places[n], current[n])}
 

@@ -168,7 +168,7 @@ def _check_paths(options: RunOptions, record: dict, folder: Path) -> None:
     """Raises UserError for a relative path that is nothing here, and something from where the run was started."""
     if not record:
         return
-    given = {n: getattr(options, n) for n in options.paths() if n != "output_dir"}
+    given = {n: getattr(options, n) for n in options.marked("path") if n != "output_dir"}
     places = located({**record, "options": record["options"] | given}, folder, given.keys())
     for name, value in given.items():
         if places[name] != value and not os.path.exists(value):

@@ -123,7 +123,7 @@ def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder | N
         on_main_process(accelerator, "asking the Hub", _announce_push, options)
     on_main_process(accelerator, "starting the trackers", start_trackers, accelerator, options)
     folder = RunFolder(Path(options.output_dir))
-    names = ("pretrained", *options.paths())  # the first that is in the way is told, and this one may have set --vae
+    names = ("pretrained", *options.marked("path"))  # the first that is in the way is told, and this one may have set --vae
     inputs = {name: getattr(options, name) for name in names if name not in ("output_dir", "cache_dir")}
     if options.dataset_name == DIGITS:
         del inputs["dataset_name"]
