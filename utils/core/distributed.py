@@ -31,7 +31,7 @@ from utils.core.launcher import (
     said_while_waiting,
     stop_with_launcher,
 )
-from utils.core.processors import usable_cores
+from utils.core.limits import usable_cores
 from utils.core.waiting import LONGEST, Meeting, Waiting
 
 T = TypeVar("T")

@@ -79,7 +79,7 @@ class Waiting:
         self._number += 1
         self._waits = True
         answer: Future[list[str]] = Future()
-        exchange = threading.Thread(target=self._exchange, args=(answer, self._number, _encodable(words)), daemon=True)
+        exchange = threading.Thread(target=self._exchange, args=(answer, self._number, words), daemon=True)
         exchange.start()
         look = _Look(self, what, longest)
         while True:
@@ -96,7 +96,8 @@ class Waiting:
     def _exchange(self, answer: "Future[list[str]]", number: int, words: str) -> None:
         keys = [f"{number}/{rank}" for rank in self._ranks]
         try:
-            self._store.set(keys[self._rank], words)
+            # Names of files may be no UTF-8.
+            self._store.set(keys[self._rank], words.encode(errors="backslashreplace").decode())
             if number > 2:  # whoever comes to this wait has left the one before, to which all had come from that one
                 self._store.delete_key(f"{number - 2}/{self._rank}")
             self._store.wait(keys, timedelta(seconds=2 * LONGEST))
@@ -169,10 +170,6 @@ class Waiting:
             self._read_signs()
             time.sleep(PERIOD / 100)
 
-    def _give_up(self) -> None:
-        """Has all processes end, also those that hang."""
-        self._try(lambda: self._signs_store.set("given up", "1"))
-
     def _try(self, call: Callable[[], object]) -> None:
         """The store may be gone, or hang."""
         with contextlib.suppress(RuntimeError, TimeoutError):
@@ -207,7 +204,7 @@ class _Look:
         for rank in missing:
             self._look_at(rank, signs[rank], passed)
         if missing and self._waited > self._longest:
-            waiting._give_up()
+            waiting._try(lambda: waiting._signs_store.set("given up", "1"))  # so all processes end, also those that hang
             self._raise(f"{_names(missing)} took {self._longest:.0f} s longer than the other processes")
         if missing and self._waited > TOLD_AFTER and not self._told:
             self._told = True
@@ -267,11 +264,6 @@ def _is_gone(pid: int) -> bool:
         return True
     except OSError:
         return False
-
-
-def _encodable(text: str) -> str:
-    """Names of files may be no UTF-8."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _names(ranks: list[int]) -> str:

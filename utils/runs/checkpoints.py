@@ -159,15 +159,10 @@ def prune_checkpoints(output_dir: Path, total_limit: int | None, newest_step: in
     if total_limit is not None:
         kept = [*kept[-max(total_limit, 2) :], keep_step]
     for step, path in by_step.items():
-        if step not in kept:
-            _discard(path)
-
-
-def _discard(path: Path) -> None:
-    """Deletes a published checkpoint; renamed first, so that a kill leaves no half of one under its final name."""
-    doomed = path.with_name(f".tmp-discarded-{path.name}")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+        if step not in kept:  # renamed first, so that a kill leaves no half of one under its final name
+            doomed = path.with_name(f".tmp-discarded-{path.name}")
+            os.rename(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def resume(

@@ -16,7 +16,7 @@ from utils.runs.ema_snapshots import Snapshots
 from utils.training.doctor import REPORT
 from utils.training.evaluation import SampleEvaluation
 from utils.training.export import Export
-from utils.training.length import is_due, preview_steps
+from utils.training.length import preview_steps
 from utils.training.monitor import Monitor
 from utils.training.run import Run
 from utils.training.samples import SampleGrids
@@ -41,19 +41,16 @@ class Periodic:
     def catch_up(self) -> None:
         """Makes the evaluation that a stop had left out, and pictures by a --pretrained network; the updates begin."""
         if self._evaluation.due():
-            self._evaluate_late()
+            with self._monitor.paused():
+                self._judge()
+            if self._evaluation.due():
+                self._exit_status = EXIT_STOPPED
+            else:
+                self._save()
         if self._run.options.pretrained and self._run.state.step == 0:
             with self._monitor.paused():
                 self._show()
         self._run.progress.begin()
-
-    def _evaluate_late(self) -> None:
-        with self._monitor.paused():
-            self._judge()
-        if self._evaluation.due():
-            self._exit_status = EXIT_STOPPED
-        else:
-            self._save()
 
     def finished(self) -> bool:
         """Returns whether the run has all its updates, was stopped early, or must end."""
@@ -83,9 +80,7 @@ class Periodic:
         if due or self._monitor.due or self._snapshots.due(state.step):
             with self._monitor.paused():
                 improved = self._make_what_is_due()
-        with self._monitor.agreeing():  # by all ranks, so that they leave at the same update
-            stops = run.stop.agreed()
-        if stops or self._evaluation.due():  # what a stop leaves of an evaluation is still due
+        if self._monitor.agreed_to_stop() or self._evaluation.due():  # what a stop leaves of an evaluation is still due
             self._exit_status = self._exit_status or EXIT_STOPPED
         if improved or self._exit_status or state.step % options.checkpointing_steps == 0:
             with self._monitor.paused():
@@ -247,7 +242,4 @@ class Periodic:
         return self._is_due(self._preview_steps, self._run.options.save_images_epochs)
 
     def _is_due(self, steps: int | None, epochs: int) -> bool:
-        length = self._run.length
-        return is_due(
-            self._run.state.step, length.max_train_steps, steps=steps, epochs=epochs, epoch_steps=length.updates_per_epoch
-        )
+        return self._run.length.is_due(self._run.state.step, steps, epochs)

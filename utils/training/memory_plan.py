@@ -17,13 +17,13 @@ from utils.core.bars import Bar
 from utils.core.distributed import from_all, from_main_process, local_processes, on_main_process
 from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
 from utils.core.files import read_json
+from utils.core.limits import free_ram
 from utils.data.autoencoder import Autoencoder
 from utils.options.flags import RunOptions
 from utils.training.arithmetic import Arithmetic, peak_tflops
-from utils.training.batch_split import divisors, per_process, split_batch
 from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import foretold
-from utils.training.free_memory import free_memory
+from utils.training.length import divisors, per_process, split_batch
 from utils.training.memory_estimate import (
     GIB,
     SHARE,
@@ -220,7 +220,7 @@ class MemoryPlan:
     def split(self, resumed: Path | None = None) -> tuple[int, int]:
         """(micro batch, micro steps) that make up `global_batch_size` exactly, on every process, all of which must call it.
 
-        For a number as `train_batch_size` see `batch_split.split_batch`. With "auto" it is the largest micro batch that fits:
+        For a number as `train_batch_size` see `length.split_batch`. With "auto" it is the largest micro batch that fits:
         predicted, then, but for a dry run, tried out by a real update on every process; the next smaller one is taken until
         all succeed. What the run in the folder `resumed` was trained with stays while it is predicted to fit. Raises UserError
         when the global batch cannot be split so, or when not even one image fits.
@@ -268,6 +268,15 @@ class MemoryPlan:
         """The whole number `value` of every process."""
         own = torch.tensor([int(value)], device=self._accelerator.device)  # not every device has float64
         return from_all(self._accelerator, own)
+
+
+def free_memory(device: torch.device, local_processes: int = 1) -> int:
+    """Returns the bytes that this process can still get on `device`: on a CPU an even share of what is left for all
+    `local_processes` on this machine; a GPU is taken to be this process's alone."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_ram() // local_processes
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:

@@ -85,7 +85,7 @@ class Monitor:
     def wait_for(self, batches: Iterator[dict]) -> dict:
         """The next of the loader's batches, for which the loop waits."""
         if self.rerun.repeating:
-            batch = self.rerun.next_batch()
+            batch = next(self.rerun.kept)
         else:
             self._now("data")
             with self._stopwatch.waiting_for_data():
@@ -143,12 +143,12 @@ class Monitor:
             self._hang.now(None)  # the audit's work takes as long as it takes
         self.audit.end(self._run.state.step, between or self.rerun.due, self.due)
 
-    @contextmanager
-    def agreeing(self) -> Iterator[None]:
-        """Around what all ranks agree on after each update: a rank that is slow has the others wait here too."""
+    def agreed_to_stop(self) -> bool:
+        """Whether all ranks leave after this update: a rank that is slow has the others wait here too."""
         self._rank_times.now("collectives")
-        yield
+        stops = self._run.stop.agreed()
         self._rank_times.now(None)
+        return stops
 
     def paused(self) -> AbstractContextManager:
         """Around what is no part of an update: its time is left out of the images per second."""

@@ -49,7 +49,7 @@ class Rerun:
         self.due = False  # whether the update under way is made again
         self.replaced = False  # whether the newest update is no longer what the first execution made of it
         self._kept: list[dict] = []  # the batches of the update
-        self._left: Iterator[dict] = iter(())
+        self.kept: Iterator[dict] = iter(())  # those of them that an execution has not had yet
         self._seen: dict[str, Tensor] = {}
         self._executions: list[Execution] = []
         self._before: Any = None  # a State
@@ -81,10 +81,6 @@ class Rerun:
         if self.due:
             self._kept.append(batch)
 
-    def next_batch(self) -> dict:
-        """Of those that were kept."""
-        return next(self._left)
-
     def add(self, losses: Losses, drawn: dict[str, Tensor]) -> None:
         """What a micro step was of, and what it lost."""
         if self.due:
@@ -109,7 +105,7 @@ class Rerun:
                 self._stance.enter_context(torch.compiler.set_stance("force_eager"))
             self._before.restore()
             self._run.state.step -= 1
-            self.repeating, self._left, self._seen = True, iter(self._kept), {}
+            self.repeating, self.kept, self._seen = True, iter(self._kept), {}
             return True
         self.repeating = self.due = False
         for hook in self._hooks:
