@@ -227,8 +227,8 @@ def main_process_first(accelerator: Accelerator, what: str) -> Iterator[None]:
 
 
 def agree(accelerator: Accelerator, what: str, problem: str | None, *, alike: bool = False) -> None:
-    """Waits until all processes have come from the work `what`, and raises UserError on all of them where one has a problem:
-    the first one's. Every process must call it. `alike` as in `together`."""
+    """Raises UserError on all processes where one has a `problem`, the first one's. Every process must call it after the work
+    `what`, and waits for the others. `alike` as in `together`."""
     _meet(accelerator, what, None if problem is None else UserError(problem), alike=alike)
 
 

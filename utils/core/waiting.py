@@ -8,6 +8,7 @@ through which the processes have found each other, for that may lie in a launche
 import contextlib
 import faulthandler
 import ipaddress
+import json
 import os
 import socket
 import sys
@@ -34,19 +35,11 @@ _WORKS, _ENDED = "works", "ended"  # states
 
 
 class Sign(NamedTuple):
-    """The newest sign of life of a process."""
+    """The newest sign of life of a process, JSON in the store."""
 
     tick: int  # grows with each one
     number: int  # of waits that it has come to
     state: str
-
-    @classmethod
-    def read(cls, value: bytes) -> "Sign":
-        tick, number, state = value.decode().split()
-        return cls(int(tick), int(number), state)
-
-    def value(self) -> str:
-        return " ".join(map(str, self))
 
 
 class Waiting:
@@ -125,13 +118,13 @@ class Waiting:
 
     def _show(self) -> None:
         self._tick += 1
-        self._signs_store.set(f"sign/{self._rank}", Sign(self._tick, self._number, self._state).value())
+        self._signs_store.set(f"sign/{self._rank}", json.dumps([self._tick, self._number, self._state]))
 
     def _read_signs(self) -> None:
         keys = {rank: f"sign/{rank}" for rank in self._ranks}
         if not self._signs_store.check(list(keys.values())):  # not all have begun
             keys = {rank: key for rank, key in keys.items() if self._signs_store.check([key])}
-        signs = dict(zip(keys, map(Sign.read, self._signs_store.multi_get(list(keys.values())))))
+        signs = {rank: Sign(*json.loads(value)) for rank, value in zip(keys, self._signs_store.multi_get(list(keys.values())))}
         self._find_places()
         gone = {rank: signs[rank]._replace(state=_ENDED) for rank, pid in self._beside.items() if _is_gone(pid)}
         self._signs = self._signs | signs | gone

@@ -3,7 +3,6 @@
 import contextlib
 import shlex
 import sys
-from dataclasses import fields
 from typing import Any, TypeVar
 
 from utils.core.errors import UserError
@@ -31,8 +30,8 @@ def chosen_by(options: T, chosen: dict[str, Any]) -> T:
 
 def repeating(options: RunOptions) -> str:
     """Returns the command line that gives `options` without --budget, but for flags of one start of a run and secrets."""
-    left_out = {each.name for each in fields(options) if each.metadata.get("once") or each.metadata.get("secret")}
-    values = {name: getattr(options, name) for name in sorted(options.given.union(SETS) - left_out)}
+    left_out = options.marked("once", "secret")
+    values = {name: getattr(options, name) for name in sorted(options.given.union(SETS).difference(left_out))}
     wanted = {name: value for name, value in vars(options).items() if name not in left_out}
     for name in SETS:  # what the others mean anyway
         fewer = {other: value for other, value in values.items() if other != name}
@@ -41,10 +40,8 @@ def repeating(options: RunOptions) -> str:
                 values = fewer
     words = []
     for name, value in values.items():
-        if value is None:  # which what excludes it means
-            continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
-        else:
+        elif value is not None:  # which what excludes it means
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return ("accelerate launch " if sys.argv[0].endswith(".py") else "") + shlex.join([sys.argv[0], *words])

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -90,6 +91,5 @@ class Values:
 
 
 LIMITS = {"at_least": "at least", "above": "above", "below": "below"}
-INSIDE = {"at least": lambda value, limit: value >= limit, "above": lambda value, limit: value > limit}
-INSIDE["below"] = lambda value, limit: value < limit
+INSIDE = {"at least": operator.ge, "above": operator.gt, "below": operator.lt}
 TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

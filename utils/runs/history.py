@@ -40,7 +40,7 @@ class History:
         self.records.append({"step": step, "time": time.time(), **values})
         try:
             with open(self.path, "a") as file:
-                file.write(_line(self.records[-1]))
+                file.write(json.dumps(to_json(self.records[-1])) + "\n")
         except OSError:
             pass  # the checkpoint that the same disk does not take is reported
 
@@ -99,10 +99,6 @@ def _kind(line: bytes) -> bytes:
     """What a line is of: its third word."""
     start = line.find(b",", 20) + 3
     return line[start : line.find(b'"', start)]
-
-
-def _line(record: dict) -> str:
-    return json.dumps(to_json(record)) + "\n"
 
 
 def to_json(value: Any) -> Any:

@@ -100,24 +100,22 @@ class Periodic:
         return state.best_step != best
 
     def _make_what_is_due(self) -> bool:
-        """Whether the weights were judged, and are the best so far."""
-        state, options = self._run.state, self._run.options
+        """As `_judge`."""
         improved = self._judge()
         if self._previews():
             self._show()
             self._write_report()  # what stays of the run if it is killed
         elif self._monitor.due and not self._reported:
             self._write_report(unless_there=True)
-        if self._is_due(options.save_model_steps, options.save_model_epochs):
+        if self._pipeline_due():
             self._make_pipeline()
-        if self._snapshots.due(state.step):
+        if self._snapshots.due(self._run.state.step):
             self._take_snapshot()
         return improved
 
     def _take_snapshot(self) -> None:
-        attempts = self._run.attempts
         with self._run.progress.part("saving the averaged weights"):
-            if attempts.make("the snapshots of averages", self._snapshots.save, self._run.state.step):
+            if self._run.attempts.make("the snapshots of averages", self._snapshots.save, self._run.state.step):
                 self._check("snapshots", "snapshots")
 
     def _again(self) -> bool:
@@ -174,9 +172,8 @@ class Periodic:
 
     def _make_pipeline(self) -> bool:
         """Whether it was exported; then it is compared with what was trained."""
-        attempts = self._run.attempts
         with self._run.progress.part("exporting the pipeline"):
-            exported = attempts.make("the pipeline", self._export.make)
+            exported = self._run.attempts.make("the pipeline", self._export.make)
             if exported:
                 self._check("the pipeline", "exported")
         return exported
@@ -228,18 +225,19 @@ class Periodic:
             yield
 
     def _anything_due(self) -> bool:
-        options = self._run.options
         return (
             self._validation.due()
             or self._evaluation.due()
             or self._previews()
-            or self._is_due(options.save_model_steps, options.save_model_epochs)
-            or self._run.state.step % options.checkpointing_steps == 0
+            or self._pipeline_due()
+            or self._run.state.step % self._run.options.checkpointing_steps == 0
         )
 
     def _previews(self) -> bool:
         """Whether sample grids are due."""
-        return self._is_due(self._preview_steps, self._run.options.save_images_epochs)
+        run = self._run
+        return run.length.is_due(run.state.step, self._preview_steps, run.options.save_images_epochs)
 
-    def _is_due(self, steps: int | None, epochs: int) -> bool:
-        return self._run.length.is_due(self._run.state.step, steps, epochs)
+    def _pipeline_due(self) -> bool:
+        run = self._run
+        return run.length.is_due(run.state.step, run.options.save_model_steps, run.options.save_model_epochs)

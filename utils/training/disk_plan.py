@@ -25,7 +25,7 @@ class DiskPlan:
     autoencoder: int = 0  # bytes of the one that the pipeline carries
 
     def parts(self) -> dict[str, int]:
-        """What there will be -> the most bytes that it takes at once, a file being written beside the one that it replaces."""
+        """What there will be -> the most bytes at once, a file being written beside the one that it replaces."""
         options, count = self.options, self._checkpoints()
         one = self.network * (1 + options.num_averages) + state_bytes(options, self.network)
         found = {f"{count} checkpoint{'s' * (count > 1)}": count * one, "the pipeline": 2 * (self.network + self.autoencoder)}

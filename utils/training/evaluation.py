@@ -53,10 +53,8 @@ class SampleEvaluation:
             self._run.state.evaluated_step = self._run.state.step  # to no avail, but it would fail again
 
     def _evaluate(self) -> None:
-        run, state = self._run, self._run.state
-        step = state.step
-        start = time.perf_counter()
-        self._stopped = False
+        run, state, step = self._run, self._run.state, self._run.state.step
+        start, self._stopped = time.perf_counter(), False
         try:
             if self._evaluation is None:
                 self._evaluation = self._prepare()

@@ -103,17 +103,13 @@ class Ledger:
             if kind is not None:
                 self.parted = True
                 self._say_parted(kind)
-            else:
-                self._write_line(columns)
+                return False
+            # Of an update, the sum over all ranks, which does not depend on how they share it out.
+            hashes = {name: sum(columns[name]) for name in OF_THE_UPDATE} if self._seen else {}
+            hashes |= {kind: columns[kind][0] for kind in self._kinds}
+            self._file.add(step, {"version": VERSION} | {name: f"{value % 2**64:016x}" for name, value in hashes.items()})
+            self._file.records.clear()
         return not self.parted
-
-    def _write_line(self, columns: dict[str, list[int]]) -> None:
-        # Of an update, the sum over all ranks, which does not depend on how they share it out.
-        hashes = {name: sum(columns[name]) for name in OF_THE_UPDATE} if self._seen else {}
-        hashes |= {kind: columns[kind][0] for kind in self._kinds}
-        line = {name: f"{value % 2**64:016x}" for name, value in hashes.items()}
-        self._file.add(self._run.state.step, {"version": VERSION, **line})
-        self._file.records.clear()
 
     def _say_parted(self, kind: str) -> None:
         """The first tensor of the first kind that differs, and the ranks that differ from most others."""

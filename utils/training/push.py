@@ -9,9 +9,9 @@ from utils.core.errors import UserError
 from utils.diffusion.hub import check_hub, has_pipeline, push_to_hub
 from utils.options.flags import RunOptions
 from utils.runs.record import RunRecord
+from utils.runs.start import LENGTH
 
 T = TypeVar("T", bound=RunOptions)
-LENGTH = ("num_epochs", "max_train_steps")
 
 
 def train_or_push(train: Callable[[T], int]) -> Callable[[T], int]:

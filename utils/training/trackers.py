@@ -50,36 +50,35 @@ def start_trackers(accelerator: Accelerator, options: RunOptions) -> None:
     """
     earlier = _earlier(options, partial(print, flush=True))
     for name in options.trackers:
-        tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
-        if tracker_class.requires_logging_directory:
+        if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory:
             continue
-        project_variable, run_variable, run_keyword = NAMES.get(name, (None, None, None))
-        project = options.project_name or os.environ.get(project_variable or "") or options.script
-        named = os.environ.get(run_variable) if run_variable else None
-        run_name = named or Path(options.output_dir).resolve().name
+        _, run_variable, run_keyword = NAMES.get(name, (None, None, None))
+        run_name = os.environ.get(run_variable or "") or Path(options.output_dir).resolve().name
         fresh = {run_keyword: run_name} if run_keyword else {}
-
-        def start(about: dict[str, str], name: str = name, tracker_class: Any = tracker_class, project: str = project) -> Any:
-            tracker = tracker_class(project, **about)
-            if options.project_name and name == "mlflow":  # which takes its variable before what it is told
-                tracker.experiment_name = project
-            tracker.start()
-            return tracker
-
         tracker = None
         if name in earlier:
             try:
-                tracker = start(fresh | CONTINUE[name](earlier[name]))
+                tracker = _started(options, name, fresh | CONTINUE[name](earlier[name]))
             except Exception as error:  # it is gone, or on another server
                 print(f"{name}: {one_line(error)[:500]}; a new run starts there", flush=True)
         try:
-            tracker = tracker or start(fresh)
+            tracker = tracker or _started(options, name, fresh)
         except Exception as error:  # each tracker has its own
             raise UserError(
                 f"--logger {name} cannot start: {one_line(error)[:500]}\n"
                 "check its login and its settings, or use another --logger"
             ) from error
         accelerator.trackers.append(tracker)
+
+
+def _started(options: RunOptions, name: str, about: dict[str, str]) -> Any:
+    project = options.project_name or os.environ.get(NAMES.get(name, ("",))[0] or "") or options.script
+    tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
+    tracker = tracker_class(project, **about)
+    if options.project_name and name == "mlflow":  # which takes its variable before what it is told
+        tracker.experiment_name = project
+    tracker.start()
+    return tracker
 
 
 def _earlier(options: RunOptions, tell: Callable[[str], None] = lambda line: None) -> dict[str, str]:
