@@ -259,8 +259,7 @@ def _alone(what: str) -> Iterator[None]:
 
 
 def needs_all(what: str) -> None:
-    """Raises RuntimeError inside `together` and its kin, where other processes may wait and would never come: also in one
-    process, so that tests see it."""
+    """Raises RuntimeError inside `together` and its kin, where other processes would never come; in one process too."""
     if (alone := _works_alone.get()) is not None:
         raise RuntimeError(f"{what} needs all processes, inside {alone!r}, at which each works alone")
 

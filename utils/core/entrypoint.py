@@ -163,8 +163,7 @@ def loading_libraries(options: Any) -> Bar:
 
 
 def leave_progress_to_us(options: Any) -> None:
-    """Without a terminal, and with --quiet, other libraries show no bars: they would fill a log with carriage returns. Before
-    these libraries are imported; what the user has set wins."""
+    """Other libraries show no bars in logs or with --quiet. Before these are imported; what the user has set wins."""
     if getattr(options, "quiet", False) or not sys.stderr.isatty():
         for library in ("HF_HUB", "HF_DATASETS"):
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")

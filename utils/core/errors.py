@@ -29,8 +29,7 @@ class FailedElsewhere(Exception):
 
 
 class LostProcess(Exception):
-    """Ends a script with its message as one clear line and the exit status of a crash: a process for which this one waited has
-    ended, or hangs."""
+    """A process for which this one waited has ended, or hangs: one clear line, and the exit status of a crash."""
 
 
 def one_line(error: BaseException) -> str:

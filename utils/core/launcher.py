@@ -102,8 +102,7 @@ def _asked_processes(words: list[str]) -> int:
 
 
 def refuse_launch() -> None:
-    """Raises UserError for what a launcher's settings ask for and no script here can do; Accelerate would end in a traceback
-    or, on a CPU, leave it out without a word."""
+    """Raises UserError for settings of a launcher that no script here can follow; Accelerate may ignore them silently."""
     refuse_lone_variables()
     for variable, name in UNSUPPORTED.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
@@ -209,8 +208,7 @@ def check_accumulation(asked: int) -> None:
 
 
 def check_precision(asked: str | None, on_cpu: bool) -> str | None:
-    """Returns the precision: what the script was asked for, else what `accelerate launch` was. Raises UserError for one that
-    cannot work."""
+    """Returns the script's precision, else that of `accelerate launch`. Raises UserError for one that cannot work."""
     precision = asked or os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() or None
     where = "--mixed_precision" if asked else "the launcher's mixed_precision"
     if on_cpu and precision == "fp16":

@@ -40,8 +40,7 @@ def own_groups(controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def usable_cores() -> int:
-    """Counts the cores that this process can keep busy: those that it may run on, and no more than its control groups' share of
-    time, rounded down."""
+    """Counts the cores that this process may run on, but no more than its share of time in its control groups, rounded down."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = processor_limit()
     return cores if limit is None else max(1, min(cores, int(limit)))

@@ -1,5 +1,4 @@
-"""Sizes as flags have them: of images, height before width (`--resolution 64x96`), of files (`--cache_limit 50GB`) and of runs
-(`--budget 2h`)."""
+"""Sizes in flags: of images (`--resolution 64x96`: height x width), files (`--cache_limit 50GB`), runs (`--budget 2h`)."""
 
 import re
 from typing import NamedTuple

@@ -266,8 +266,7 @@ def _names(ranks: list[int]) -> str:
 
 
 class Meeting:
-    """Around a collective call between two updates and the read of what it gives, in which the host waits for the slowest
-    process; the hang watch then knows where this one is."""
+    """Around a collective call between two updates, in which the host waits for the slowest process; told to the hang watch."""
 
     active, number = False, 0
 

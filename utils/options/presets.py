@@ -208,8 +208,7 @@ def small_preset(resolution: int | str) -> str | None:
 
 
 def networks_by_size(presets: dict[str, dict], resolution: int | str, *, few: bool, on_cpu: bool) -> list[str]:
-    """Returns those of `presets` that may suit images of this size, the smallest network first: `few` for a small set, and on a
-    CPU none that was published for GPUs."""
+    """Returns those of `presets` that may suit such images, the smallest network first; on a CPU none published for GPUs."""
     small = [name for name in ("digits16", small_preset(resolution)) if name in presets]
     large = [name for name in presets if name not in ("digits16", "small32", "small64", "few")]
     names = ["few"] if few else small if on_cpu else [*small, *large]

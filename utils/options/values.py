@@ -77,8 +77,7 @@ class Values:
         return all(INSIDE[word](value, limit) for word, limit in self.limits)
 
     def read_file(self, content: Any) -> Any:
-        """Returns the value, or the list of values, of what a YAML or JSON file holds, where all scalars are text. Raises
-        ValueError."""
+        """Returns the value or list of values of what a YAML or JSON file holds, scalars as text. Raises ValueError."""
         if content is None or content in ("", "null", "~"):
             if not self.optional:
                 raise ValueError(f"must be {self.allowed()}; got null")

@@ -85,8 +85,7 @@ def save_snapshots(ema: PowerEMA, output_dir: Path, step: int, *, fingerprint: s
 
 
 def remove_snapshots_beyond(output_dir: Path, step: int) -> None:
-    """To be called on the main process when a run goes on from `step`: what is beyond is of the branch that it leaves, and
-    would be mixed with its own. Raises OSError."""
+    """On the main process: removes those of the branch that a run leaves which goes on from `step`. Raises OSError."""
     for path in (output_dir / FOLDER).glob(PUBLISHED):
         if int(path.name.split("-")[0]) > step:
             path.unlink()

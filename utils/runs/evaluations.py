@@ -13,8 +13,7 @@ _NOT_SETTINGS = {"figures", "name", "reference", "validation_split", "made_by", 
 
 
 def run_of(pipeline: str) -> tuple[Path, str] | None:
-    """Returns (folder of the run that `pipeline` is or is a checkpoint of, the checkpoint's name or ""); None where it is
-    neither."""
+    """Returns (folder of the run, name of the checkpoint or "") of a `pipeline` that is one of these; None for others."""
     path = Path(pipeline)
     candidates = [(path, ""), *([(path.parent, path.name)] if path.name.startswith("checkpoint-") else [])]
     return next(((run, state) for run, state in candidates if (run / "options.json").is_file()), None)

@@ -128,8 +128,7 @@ class RunFolder:
                 folder.rmdir()
 
     def begin(self, options: RunOptions, resolved: dict, class_names: Sequence[str] | None = None) -> None:
-        """Deletes the run that a new one replaces, and nothing else, and records the start (see `write_options`). To be called
-        once all that could be mistaken was checked."""
+        """Deletes nothing but the run that a new one replaces, and records the start; once all mistakes were looked for."""
         if self._replaces:
             self._clear(options.logging_dir)
         (self.path / EXIT_STATUS).unlink(missing_ok=True)
@@ -206,8 +205,7 @@ def differences(saved: dict, current: dict) -> list[str]:
 
 
 def as_spelled_now(saved: dict, current: dict, record: dict, folder: Path) -> dict:
-    """Returns `saved` options of the run in `folder`, whose options.json has the `record`, with the spelling that `current` has
-    of each path that leads to the same place."""
+    """Returns `saved` options of the run in `folder`, each path that leads to the same place spelled as `current` has it."""
     names = [n for n in RunOptions.marked("path") if n in saved and n in current]
     places = located({**record, "options": record.get("options", {}) | saved}, folder, names)
     return saved | {n: current[n] for n in names if same_place(places[n], current[n])}

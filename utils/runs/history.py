@@ -22,8 +22,7 @@ class History:
     """Appends to `output_dir/history.jsonl`; on the main process only (`enabled`). A full disk loses lines, not the run."""
 
     def __init__(self, output_dir: Path, *, first_step: int, enabled: bool = True, name: str = HISTORY):
-        """Keeps what was recorded up to `first_step` finished updates and drops what a killed run recorded beyond them. A run
-        that begins anew (0) keeps nothing."""
+        """Keeps what was recorded up to `first_step` updates, and drops what a killed run recorded beyond; 0 keeps nothing."""
         self.path, self.enabled = output_dir / name, enabled
         self.records: list[dict] = []
         if not enabled:

@@ -101,8 +101,7 @@ def _other_run(options: RunOptions, asked: dict[str, Any], folder: RunFolder, re
 
 
 def recalled(options: T) -> T:
-    """Returns the options with what --budget set in the run that --resume_from_checkpoint goes on with; as they are where there
-    is none. Raises UserError where that run has another budget, or none."""
+    """Returns `options` with what --budget set in the run that is resumed, if any. Raises UserError for another budget."""
     wanted = options.resume_from_checkpoint
     if options.budget is None or not wanted:
         return options

@@ -133,8 +133,7 @@ class Periodic:
         return False
 
     def finish(self) -> int:
-        """The pipeline, the last snapshot and the last pictures of a run that has come to its end, in this order: nothing may
-        cost it the pipeline. Closes all that is open. Returns the exit status."""
+        """The pipeline first, then the last snapshot and pictures; closes all that is open. Returns the exit status."""
         run = self._run
         run.progress.end()
         self._monitor.close()

@@ -239,8 +239,7 @@ class _Trial:
 
 
 def _updates(options: RunOptions, accelerator: Accelerator, samples: TrainingSamples, objective: Objective) -> Callable:
-    """Returns what makes some updates, or passes without gradients, and then returns (seconds of one, how many times as long it
-    took as on a CPU that nobody else uses)."""
+    """Returns what makes updates, or forward passes, and gives (seconds of one, how many times as long as on an idle CPU)."""
     model, optimizer = accelerator.prepare(objective.network, make_optimizer(objective.network, options))
     ema, ema_decay = make_ema(objective.exported, options)
     clipping, micro_steps = FixedLimit(options.max_grad_norm), options.gradient_accumulation_steps

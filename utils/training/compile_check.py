@@ -111,8 +111,7 @@ def _arithmetic(accelerator: Accelerator) -> str:
 
 @contextmanager
 def _comparable(raw: nn.Module) -> Iterator[None]:
-    """Inside it no dropout, whose random numbers compiled code draws otherwise, and no parameter of zeros, behind which all
-    gradients are 0."""
+    """No dropout, which compiled code draws otherwise, and no parameter of zeros, behind which all gradients are 0."""
     with ExitStack() as after:
         for module in raw.modules():
             for name in ("p", "dropout") if isinstance(module, nn.Dropout) else ("dropout",):

@@ -21,8 +21,7 @@ SMALL = 4096  # elements
 
 
 class Ledger:
-    """Its methods are to be called on every process, in the order below. The device adds up bits as integers, and nothing but
-    the sums comes to the host."""
+    """To be called on every process, in the order below. The device adds up bits, and only the sums come to the host."""
 
     def __init__(self, run: Run):
         self._run, self._device = run, run.accelerator.device

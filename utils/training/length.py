@@ -56,8 +56,7 @@ def updates_per_epoch(num_images: int, train_batch_size: int, num_processes: int
 
 
 def check_global_batch(num_images: int, global_batch_size: int, asked: int | None = None, small: str | None = None) -> None:
-    """`asked`: --global_batch_size, of the command line or a preset. `small`: a preset for small sets. Raises UserError
-    where the images are too few."""
+    """`asked`: --global_batch_size. `small`: a preset for small sets. Raises UserError where the images are too few."""
     if num_images == 0:
         raise UserError("there are no training images\ncheck the data and --validation_images")
     if num_images < global_batch_size:

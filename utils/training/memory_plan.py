@@ -153,8 +153,7 @@ class MemoryPlan:
         return "\n".join(lines)
 
     def show(self, schedule: dict | None = None) -> int:
-        """Prints the table of the options, and what the doctor says of them (`schedule` as in the run's record). Returns the
-        exit status."""
+        """Prints the table, and what the doctor says (`schedule` as in the run's record). Returns the exit status."""
         options = self._options
         batch = options.micro_batch_size, options.gradient_accumulation_steps
         with Bar("predicting the memory of an update", shown=self._accelerator.is_main_process and not options.quiet):

@@ -68,8 +68,7 @@ class Monitor:
         self.audit.measure_eagerly()
 
     def begin(self, step: int) -> None:
-        """Before the update that follows `step` finished ones. When one is made again, what is counted of it is counted anew;
-        the audit and the times are of the first time alone."""
+        """Before the update after `step` finished ones. One that is made again is counted anew, but not by audit and clocks."""
         if self.rerun.repeating:
             self._now("compute")
             self._dynamics.begin(self.due)

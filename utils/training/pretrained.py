@@ -40,8 +40,7 @@ _NAMED = 8  # classes that a note lists
 
 @dataclass
 class Pretrained:
-    """`config` and `scheduler` are those of the network and of the scheduler, JSON; `image_shape` is that of the images:
-    channels, height, width; `weights` are None in a resumed run."""
+    """`config`, `scheduler`: JSON; `image_shape`: channels, height, width; `weights`: None in a resumed run."""
 
     pipeline: str
     config: dict[str, Any]

@@ -184,8 +184,7 @@ class ProgressBar:
             self._line("")
 
     def _said(self, figures: str) -> str:
-        """The figures, and how long the updates to come will take by the median of recent ones: the first ones do more, and
-        some are followed by other work."""
+        """The figures, and the time left by the median of recent updates: the first ones do more."""
         left = "estimating the time left"
         if len(self._seconds) >= UNKNOWN:
             left = f"{duration(statistics.median(self._seconds) * (self._total_steps - self._step))} left"

@@ -155,8 +155,7 @@ class Rerun:
         return {"outcome": "wrong", "first": odd == 0} | _where(made[odd].digests, made[usual].digests)
 
     def _distances(self) -> list[list[float]]:
-        """Of the weights after each execution from those after each other one, on the rank where they are largest; inf where
-        they are not finite."""
+        """Of the weights after each execution from each other one, on the rank where they are largest; inf if not finite."""
         weights = [execution.after.weights() for execution in self._executions]
         own = torch.tensor([[0.0 if a is b else _distance(a, b) for b in weights] for a in weights])
         own = own.nan_to_num(torch.inf, posinf=torch.inf).to(self._run.accelerator.device)

@@ -133,8 +133,7 @@ def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder | N
 
 
 def load_data(options: RunOptions, accelerator: Accelerator, autoencoder: Autoencoder | None = None) -> TrainingData:
-    """What the run learns from, with an `autoencoder` latents. Raises UserError for anything about the data that a user can
-    mend."""
+    """Images, or with an `autoencoder` latents. Raises UserError for anything about the data that a user can mend."""
     shown = accelerator.is_main_process and not options.quiet
     with Bar(what := "reading the images", shown=shown) as bar, waited_for(accelerator, what):  # one of each machine packs them
         data = TrainingData(options, accelerator, bar.set)
