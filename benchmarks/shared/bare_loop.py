@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.shared.measuring import PeakMemory, allocated, synchronize, tf32
 from benchmarks.shared.tasks import DDPM
-from utils.training.memory_estimate import AUTOCAST, SavedTensors
+from utils.training.memory_estimate import SavedTensors, autocast
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ class BareLoop:
                 self._update()
 
     def _loss(self) -> torch.Tensor:
-        precision = self.switches.mixed_precision
-        with torch.autocast(self.device.type, AUTOCAST.get(precision), enabled=precision != "no"):
+        with autocast(self.device, self.switches.mixed_precision):
             prediction = self.task.predict(self.trained, self.batch)
         return self.task.loss(prediction, self.batch)
 

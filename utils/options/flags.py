@@ -5,7 +5,7 @@ A group is a class, and whoever needs some flags takes that group: `load_images(
 """
 
 import os
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -19,7 +19,6 @@ WIDEST = 0.2886  # of the averages: the mean of all updates
 MOST_WIDTHS = 1000
 
 
-@dataclass(kw_only=True)
 class DataOptions(Options):
     """data"""
 
@@ -72,7 +71,6 @@ class DataOptions(Options):
         return (self.image_channels, *Size.of(self.resolution))
 
 
-@dataclass(kw_only=True)
 class TrainingDataOptions(DataOptions):
     """data"""
 
@@ -90,7 +88,6 @@ class TrainingDataOptions(DataOptions):
     validation_images: int = flag(0, "number of images for the validation loss; they are not trained on (0)", at_least=0)
 
 
-@dataclass(kw_only=True)
 class LatentOptions(Options):
     """latents"""
 
@@ -107,7 +104,6 @@ class LatentOptions(Options):
     )
 
 
-@dataclass(kw_only=True)
 class TrainingOptions(Options):
     """training"""
 
@@ -175,7 +171,6 @@ class TrainingOptions(Options):
     )
 
 
-@dataclass(kw_only=True)
 class OptimizerOptions(Options):
     """optimizer and learning rate"""
 
@@ -197,7 +192,6 @@ class OptimizerOptions(Options):
     l1_weight: float = flag(0.0, "weight of an L1 penalty on kernels (0)", at_least=0)
 
 
-@dataclass(kw_only=True)
 class EMAOptions(Options):
     """EMA of the weights"""
 
@@ -226,7 +220,6 @@ class EMAOptions(Options):
         return (len(self.ema_widths) if self.ema_type == "power" else 1) if self.use_ema else 0
 
 
-@dataclass(kw_only=True)
 class ReportOptions(Options):
     """logging, validation and samples"""
 
@@ -284,7 +277,6 @@ class ReportOptions(Options):
         return [name for name in dict.fromkeys(names) if name not in ("", "none")]
 
 
-@dataclass(kw_only=True)
 class OutputOptions(Options):
     """output, checkpoints and resuming"""
 
@@ -318,7 +310,6 @@ PIPELINE_DECIDES = (
 )
 
 
-@dataclass(kw_only=True)
 class PretrainedOptions(Options):
     """network"""
 
@@ -342,7 +333,6 @@ class PretrainedOptions(Options):
             raise UserError(f"--{name} and --pretrained: the pipeline has its own network\nleave one of the two out")
 
 
-@dataclass(kw_only=True)
 class RunOptions(
     PretrainedOptions,
     TrainingDataOptions,
@@ -446,7 +436,6 @@ class RunOptions(
             raise UserError("--latent_scale is for latents\nset --vae, or leave --latent_scale out")
 
 
-@dataclass(kw_only=True)
 class ClassOptions(Options):
     """classes"""
 
@@ -468,7 +457,6 @@ class ClassOptions(Options):
             )
 
 
-@dataclass(kw_only=True)
 class DDPMNetworkOptions(Options):
     """network"""
 
@@ -489,7 +477,6 @@ class DDPMNetworkOptions(Options):
     )
 
 
-@dataclass(kw_only=True)
 class DDPMDiffusionOptions(Options):
     """diffusion"""
 
@@ -509,7 +496,6 @@ class DDPMDiffusionOptions(Options):
     )
 
 
-@dataclass(kw_only=True)
 class DDPMSamplingOptions(Options):
     """logging, validation and samples"""
 
@@ -521,7 +507,6 @@ class DDPMSamplingOptions(Options):
     )
 
 
-@dataclass(kw_only=True)
 class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOptions, DDPMSamplingOptions):
     """train_ddpm.py"""
 
@@ -567,7 +552,6 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
             raise UserError("--pretrained cannot be continued by --objective flow\nleave one of the two out")
 
 
-@dataclass(kw_only=True)
 class EDM2NetworkOptions(Options):
     """network"""
 
@@ -580,7 +564,6 @@ class EDM2NetworkOptions(Options):
     force_weight_norm: bool = flag(True, "scale each weight vector to unit variance after each update (yes)")
 
 
-@dataclass(kw_only=True)
 class EDM2DiffusionOptions(Options):
     """diffusion"""
 
@@ -589,7 +572,6 @@ class EDM2DiffusionOptions(Options):
     sigma_data: float = flag(0.5, "standard deviation of the images in [-1, 1] (0.5)", above=0)
 
 
-@dataclass(kw_only=True)
 class EDM2SamplingOptions(Options):
     """logging, validation and samples"""
 
@@ -597,7 +579,6 @@ class EDM2SamplingOptions(Options):
     num_inference_steps: int | None = flag(None, "sampling steps (32)", at_least=1, free=True)
 
 
-@dataclass(kw_only=True)
 class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOptions, EDM2SamplingOptions):
     """train_edm2.py"""
 
@@ -641,7 +622,6 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
 # ---- the other scripts
 
 
-@dataclass(kw_only=True)
 class SampledOptions(Options):
     """how images are made"""
 
@@ -660,7 +640,6 @@ class SampledOptions(Options):
     quiet: bool = flag(False, "show no progress")
 
 
-@dataclass(kw_only=True)
 class GenerateOptions(SampledOptions):
     """the images"""
 
@@ -674,7 +653,6 @@ class GenerateOptions(SampledOptions):
     compile: bool = flag(False, "torch.compile the network: takes a minute, useful for thousands of images")
 
 
-@dataclass(kw_only=True)
 class EvaluatedOptions(Options):
     """what is evaluated"""
 
@@ -697,7 +675,6 @@ PRETRAINED_FEATURES = {  # and the weights that they need
 }
 
 
-@dataclass(kw_only=True)
 class FeatureOptions(Options):
     """what it is measured with"""
 
@@ -710,7 +687,6 @@ class FeatureOptions(Options):
     no_classes: bool = flag(False, "do not measure the class balance, which needs a classifier")
 
 
-@dataclass(kw_only=True)
 class EvaluationOutputOptions(Options):
     """output"""
 
@@ -722,7 +698,6 @@ class EvaluationOutputOptions(Options):
 _OF_SAMPLES = {"num_images", "seeds", "sampler", "num_inference_steps", "class_labels", "guidance", "guide_pipeline"}
 
 
-@dataclass(kw_only=True)
 class EvaluateOptions(EvaluatedOptions, SampledOptions, FeatureOptions, EvaluationOutputOptions, DataOptions):
     """evaluate.py"""
 
@@ -764,7 +739,6 @@ class EvaluateOptions(EvaluatedOptions, SampledOptions, FeatureOptions, Evaluati
             )
 
 
-@dataclass(kw_only=True)
 class DiagnosedOptions(Options):
     """what is diagnosed"""
 
@@ -793,7 +767,6 @@ class DiagnosedOptions(Options):
     watch_updates: int | None = flag(None, "stop the script after this many updates", at_least=1)
 
 
-@dataclass(kw_only=True)
 class DiagnoseOptions(DiagnosedOptions, DataOptions):
     """diagnose.py"""
 
@@ -831,7 +804,6 @@ def read_widths(text: str) -> list[float]:
     return [round(first + i * step, 10) for i in range(int(count) + 1)]
 
 
-@dataclass(kw_only=True)
 class ReconstructionOptions(Options):
     """the average"""
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar, get_type_hints
+from typing import Any, ClassVar, NoReturn, TypeVar, dataclass_transform, get_type_hints
 
 from utils.core.errors import UserError
 from utils.core.versions import about_version
@@ -47,11 +47,16 @@ def changed(group: "type[Options]", name: str, default: Any, help: str | None = 
     return field(default=default, metadata=about if help is None else {**about, "help": help})
 
 
+@dataclass_transform(kw_only_default=True)
 @dataclass(kw_only=True)
 class Options:
-    """What all options have in common; beside the values, not among `vars`, the names of the flags that were `given`."""
+    """What all options have in common, which are dataclasses; beside the values, not among `vars`, the names of the flags that
+    were `given`."""
 
     __slots__ = ("given",)
+
+    def __init_subclass__(cls):
+        dataclass(kw_only=True)(cls)
 
     presets: ClassVar[dict[str, dict]] = {}  # name -> values, of --model_preset
     about_presets: ClassVar[str] = ""  # for `--help all`

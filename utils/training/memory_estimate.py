@@ -116,12 +116,12 @@ class TrialStep:
 
     def run(self, micro_batch_size: int, micro_steps: int) -> int:
         """Makes one update as in training. Returns the bytes that one forward pass left for its backward pass."""
-        device, precision = self.parameters[0].device, self.mixed_precision
+        device = self.parameters[0].device
         for micro_step in range(micro_steps):
             clean_images, noise, noisy_images = (torch.randn(micro_batch_size, *self.image_shape) for _ in range(3))
             timesteps = torch.zeros(micro_batch_size, dtype=torch.int64)
             with SavedTensors(self.network.parameters()) as saved:
-                with torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision != "no"):
+                with autocast(device, self.mixed_precision):
                     prediction = self.network(noisy_images, timesteps).sample.float()
                 loss = loss_per_sample(prediction, noise, torch.ones(micro_batch_size)).mean()
             activations = saved.bytes
@@ -172,6 +172,11 @@ def flops_per_image(
         with FlopCounterMode(display=False) as counter:
             network(torch.randn(1, *image_shape), torch.zeros(1, dtype=torch.int64)).sample.sum().backward()
     return counter.get_total_flops()
+
+
+def autocast(device: torch.device, mixed_precision: str) -> torch.autocast:
+    """Returns the autocast of a training step, which is off for "no"."""
+    return torch.autocast(device.type, AUTOCAST.get(mixed_precision), enabled=mixed_precision != "no")
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
