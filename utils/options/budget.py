@@ -3,13 +3,12 @@
 import contextlib
 import shlex
 import sys
-from typing import Any, TypeVar
+from typing import Any
 
 from utils.core.errors import UserError
-from utils.options.flags import RunOptions
+from utils.options.flags import AnyRun, RunOptions
 from utils.options.parser import resolve
 
-T = TypeVar("T", bound=RunOptions)
 OF_THE_DATA = ("dataset_name", "output_dir", "resolution", "image_channels", "random_flip")  # no network's preset changes them
 OF_THE_BATCH = ("train_batch_size", "global_batch_size", "gradient_accumulation_steps")
 SETS = (
@@ -20,7 +19,7 @@ SETS = (
 )
 
 
-def chosen_by(options: T, chosen: dict[str, Any]) -> T:
+def chosen_by(options: AnyRun, chosen: dict[str, Any]) -> AnyRun:
     """Returns the options with the `chosen` values where the user gave none: those of a preset come last."""
     made = resolve(type(options), chosen, {name: getattr(options, name) for name in options.given if name != "budget"})
     made.budget = options.budget

@@ -7,7 +7,7 @@ A group is a class, and whoever needs some flags takes that group: `load_images(
 import os
 from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from utils.core.errors import UserError
 from utils.core.size import Size, read_budget, read_bytes
@@ -436,6 +436,9 @@ class RunOptions(
             raise UserError("--latent_scale is for latents\nset --vae, or leave --latent_scale out")
 
 
+AnyRun = TypeVar("AnyRun", bound=RunOptions)
+
+
 class ClassOptions(Options):
     """classes"""
 
@@ -707,36 +710,30 @@ class EvaluateOptions(EvaluatedOptions, SampledOptions, FeatureOptions, Evaluati
     )
 
     def check(self) -> None:
-        named = bool(self.dataset_name or self.train_data_dir)
+        named, makes_reference = bool(self.dataset_name or self.train_data_dir), self.command == "make-reference"
+        of_samples = [name for name in sorted(self.given & _OF_SAMPLES) if getattr(self, name) != [0]]  # seeds in a file
+        weights, problem = PRETRAINED_FEATURES.get(self.features), ""
         if named and self.reference:
-            raise UserError("the real images are given twice\nset only one of --dataset_name, --train_data_dir and --reference")
-        if not named and not self.reference:
-            raise UserError(
-                "there are no real images to compare with\n"
-                "set --dataset_name, --train_data_dir or --reference (a folder, arrays, or a file of make-reference)"
-            )
-        if self.command == "make-reference":
-            if self.output is None or self.pipeline or self.images:
-                raise UserError(
-                    "make-reference needs --output, and does not use --pipeline or --images\n"
-                    "give only the real images and --output FILE"
-                )
-        elif not self.pipeline and not self.images:
-            raise UserError("there is nothing to evaluate\nset --pipeline or --images")
-        if not self.pipeline and not self.command:
-            for name in sorted(self.given & _OF_SAMPLES):
-                if getattr(self, name) != [0]:  # seeds that a file repeats
-                    raise UserError(f"--{name} is for --pipeline, and only --images is set\nleave --{name} out")
-        if self.command != "make-reference" and self.output is not None:
-            raise UserError("--output is for make-reference\nset --output_dir, or evaluate.py make-reference --output FILE")
-        weights = PRETRAINED_FEATURES.get(self.features)
-        if weights is not None and self.feature_weights is None:
-            raise UserError(f"--features {self.features} needs weights\nset --feature_weights to {weights}")
-        if weights is None and self.feature_weights is not None:
-            raise UserError(
-                f"--feature_weights is not for --features {self.features}\n"
-                f"set --features to {' or '.join(PRETRAINED_FEATURES)}, or leave --feature_weights out"
-            )
+            problem = "the real images are given twice\nset only one of --dataset_name, --train_data_dir and --reference"
+        elif not named and not self.reference:
+            problem = "there are no real images to compare with\n"
+            problem += "set --dataset_name, --train_data_dir or --reference (a folder, arrays, or a file of make-reference)"
+        elif makes_reference and (self.output is None or self.pipeline or self.images):
+            problem = "make-reference needs --output, and does not use --pipeline or --images\n"
+            problem += "give only the real images and --output FILE"
+        elif not makes_reference and not self.pipeline and not self.images:
+            problem = "there is nothing to evaluate\nset --pipeline or --images"
+        elif not makes_reference and not self.pipeline and of_samples:
+            problem = f"--{of_samples[0]} is for --pipeline, and only --images is set\nleave --{of_samples[0]} out"
+        elif not makes_reference and self.output is not None:
+            problem = "--output is for make-reference\nset --output_dir, or evaluate.py make-reference --output FILE"
+        elif weights is not None and self.feature_weights is None:
+            problem = f"--features {self.features} needs weights\nset --feature_weights to {weights}"
+        elif weights is None and self.feature_weights is not None:
+            problem = f"--feature_weights is not for --features {self.features}\n"
+            problem += f"set --features to {' or '.join(PRETRAINED_FEATURES)}, or leave --feature_weights out"
+        if problem:
+            raise UserError(problem)
 
 
 class DiagnosedOptions(Options):

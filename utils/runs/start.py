@@ -6,17 +6,16 @@ docs/reliability.md has the table: what `--resume_from_checkpoint` and `--overwr
 import os
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from utils.core.errors import UserError
 from utils.options.budget import SETS, chosen_by
-from utils.options.flags import RunOptions
+from utils.options.flags import AnyRun, RunOptions
 from utils.options.paths import WORKING_DIR, located
 from utils.runs.checkpoint_files import list_checkpoints, newest_checkpoint, verify_checkpoint
 from utils.runs.folder import DATA_SOURCES, OPTIONS, WITHOUT, RunFolder, as_spelled_now, check_options, differences
 from utils.runs.state import read_state
 
-T = TypeVar("T", bound=RunOptions)
 BY_CONTENT = {*DATA_SOURCES, "model_preset", "pretrained", "vae"}  # a checkpoint knows what these named
 OF_THE_LAUNCH = {"global_batch_size", "mixed_precision"}
 LENGTH = ("max_train_steps", "num_epochs")
@@ -100,7 +99,7 @@ def _other_run(options: RunOptions, asked: dict[str, Any], folder: RunFolder, re
     return "\n".join([f"has a {kind} without checkpoints, of other options:", *lines]) if lines else ""
 
 
-def recalled(options: T) -> T:
+def recalled(options: AnyRun) -> AnyRun:
     """Returns `options` with what --budget set in the run that is resumed, if any. Raises UserError for another budget."""
     wanted = options.resume_from_checkpoint
     if options.budget is None or not wanted:

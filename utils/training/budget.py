@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
@@ -32,13 +32,12 @@ from utils.optim.nonfinite import step_if_finite
 from utils.optim.optimizers import make_optimizer
 from utils.optim.power_ema import make_ema
 from utils.options.budget import OF_THE_BATCH, OF_THE_DATA, SETS, chosen_by, repeating
-from utils.options.flags import RunOptions
+from utils.options.flags import AnyRun, RunOptions
 from utils.options.presets import FEW_IMAGES, networks_by_size
 from utils.training.memory_plan import MemoryPlan
 from utils.training.run import load_data
 from utils.training.validation import DRAWS
 
-T = TypeVar("T", bound=RunOptions)
 SHARE_OF_PRESET = 0.25  # of a preset's own updates, that its network needs at least
 MEASURING = 0.04  # share of the time that one measurement may take
 WHOLE = 600.0  # seconds of a run that has this many; a shorter one has fewer, a longer one more checkpoints
@@ -49,8 +48,11 @@ BYTES_PER_SECOND = 100e6  # of checkpoints, written and read back
 
 
 def within_budget(
-    options: T, accelerator: Accelerator, make_network: Callable[..., nn.Module], make_objective: Callable[[Any, T], Objective]
-) -> T:
+    options: AnyRun,
+    accelerator: Accelerator,
+    make_network: Callable[..., nn.Module],
+    make_objective: Callable[[Any, AnyRun], Objective],
+) -> AnyRun:
     """Returns the options with what --budget sets, the same on every process, and says what was chosen; without it as they are.
 
     Raises UserError where not one update fits.

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from utils.core.bars import Bar
-from utils.core.distributed import from_all, from_main_process, local_processes, on_main_process
+from utils.core.distributed import from_main_process, local_processes, objects_from_all, on_main_process
 from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
 from utils.core.files import read_json
 from utils.core.limits import free_ram
@@ -103,7 +103,7 @@ class MemoryPlan:
         """
         if not self._options.compile:
             return True
-        self.free = min(self._gathered(self.free))
+        self.free = min(objects_from_all([self.free]))
         options = self._options
         return self.fits(self.estimate(options.micro_batch_size, options.gradient_accumulation_steps))
 
@@ -229,7 +229,7 @@ class MemoryPlan:
             return split_batch(self._options, num_processes)
         together = per_process(global_batch_size, num_processes)
         sizes = divisors(together)
-        self.free = min(self._gathered(self.free))
+        self.free = min(objects_from_all([self.free]))
         largest = largest_that_fits(sizes, lambda size: self.fits(self.estimate(size, together // size)))
         if largest is None:
             raise UserError(f"no --train_batch_size fits into {self.free / GIB:.2f} GiB of memory\n{self.advice(1, together)}")
@@ -240,7 +240,7 @@ class MemoryPlan:
             self._untried = True
             return largest, together // largest
         for size in (size for size in sizes if size <= largest):
-            if all(self._gathered(self._succeeds(size, together // size))):
+            if all(objects_from_all([self._succeeds(size, together // size)])):
                 return size, together // size
         raise UserError(f"out of memory with one image at a time\n{self.advice(1, together)}")
 
@@ -262,11 +262,6 @@ class MemoryPlan:
             gc.collect()
             clear_device_cache()
         return True
-
-    def _gathered(self, value: int) -> list[int]:
-        """The whole number `value` of every process."""
-        own = torch.tensor([int(value)], device=self._accelerator.device)  # not every device has float64
-        return from_all(self._accelerator, own)
 
 
 def free_memory(device: torch.device, local_processes: int = 1) -> int:
