@@ -18,10 +18,7 @@ _explain: Callable[[], str] | None = None
 
 
 class UserError(Exception):
-    """Ends a script with its message as one clear line and exit status 2, before the first update.
-
-    Whichever rank meets it first prints it (see `entrypoint.run_script`).
-    """
+    """Ends a script with its message as one clear line and exit status 2: see `entrypoint.run_script`."""
 
 
 class FailedElsewhere(Exception):

@@ -59,11 +59,8 @@ def processor_limit() -> float | None:
 
 
 def free_ram() -> int:
-    """Returns the bytes that the machine, or the tightest control group, has left.
-
-    Files that nobody has read again lately make room by themselves, so they do not count as used: the rule of Kubernetes for
-    its working set.
-    """
+    """Returns the bytes that the machine, or the tightest control group, has left. As Kubernetes counts them, files that
+    nobody has read again lately are not used memory."""
     left = [psutil.virtual_memory().available]
     for version, group in own_groups("memory"):
         limit, usage, cache = MEMORY[version]

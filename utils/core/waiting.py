@@ -64,11 +64,8 @@ class Waiting:
         threading.Thread(target=self._live, name="signs of life", daemon=True).start()
 
     def meet(self, what: str, words: str, longest: float) -> list[str]:
-        """Returns the `words` of all processes once all have called it. `what`: the work that they come from.
-
-        Raises LostProcess where a process ends or gives no sign of life, or comes more than `longest` seconds later than this
-        one.
-        """
+        """Returns the `words` of all processes once all have called it, from the work `what`. Raises LostProcess where one
+        ends, gives no sign of life, or comes more than `longest` seconds later than this one."""
         self._number += 1
         self._waits = True
         answer: Future[list[str]] = Future()

@@ -392,39 +392,32 @@ class RunOptions(
         return "digits16" if not names_data or given.get("dataset_name") == "digits" else cls.usual_preset
 
     def check(self) -> None:
+        by_budget = [name for name in ("max_train_steps", "num_epochs", "pretrained", "vae") if name in self.given]
+        problem = ""
         if not self.dataset_name and not self.train_data_dir:
-            raise UserError(
-                "no data was given\n"
-                "set --dataset_name NAME or --train_data_dir FOLDER (for digits, give neither a model nor data)"
-            )
-        if os.path.isabs(self.logging_dir) or ".." in self.logging_dir.split(os.sep):
-            raise UserError(
-                f"--logging_dir {self.logging_dir} is not inside --output_dir\nset a relative path, for example logs"
-            )
-        if self.train_batch_size == "auto" and self.global_batch_size is None:
-            raise UserError("--train_batch_size auto needs to know how many images an update has\nset --global_batch_size")
-        if self.train_batch_size == "auto" and "gradient_accumulation_steps" in self.given:
-            raise UserError(
-                "--train_batch_size auto and --gradient_accumulation_steps do not go together\n"
-                "leave out --gradient_accumulation_steps: auto computes it"
-            )
-        if self.color_jitter and self.image_channels > 4:
-            raise UserError(
-                f"--color_jitter needs gray or RGB, and --image_channels is {self.image_channels}\nleave out --color_jitter"
-            )
-        for name in ("max_train_steps", "num_epochs", "pretrained", "vae"):
-            if self.budget is not None and name in self.given:
-                raise UserError(f"--budget and --{name} do not go together: leave one of the two out")
+            problem = "no data was given\n"
+            problem += "set --dataset_name NAME or --train_data_dir FOLDER (for digits, give neither a model nor data)"
+        elif os.path.isabs(self.logging_dir) or ".." in self.logging_dir.split(os.sep):
+            problem = f"--logging_dir {self.logging_dir} is not inside --output_dir\nset a relative path, for example logs"
+        elif self.train_batch_size == "auto" and self.global_batch_size is None:
+            problem = "--train_batch_size auto needs to know how many images an update has\nset --global_batch_size"
+        elif self.train_batch_size == "auto" and "gradient_accumulation_steps" in self.given:
+            problem = "--train_batch_size auto and --gradient_accumulation_steps do not go together\n"
+            problem += "leave out --gradient_accumulation_steps: auto computes it"
+        elif self.color_jitter and self.image_channels > 4:
+            problem = f"--color_jitter needs gray or RGB, not --image_channels {self.image_channels}\nleave out --color_jitter"
+        elif self.budget is not None and by_budget:
+            problem = f"--budget and --{by_budget[0]} do not go together: leave one of the two out"
+        elif self.eval_steps and self.eval_images < FEWEST_IMAGES:
+            problem = f"--eval_images must be a whole number of at least {FEWEST_IMAGES}; got {self.eval_images}\n"
+            problem += "set --eval_images, or leave --eval_steps out"
+        elif self.best_metric != "loss" and not self.eval_steps:
+            problem = f"--best_metric {self.best_metric} is measured on samples, and --eval_steps is 0\nset --eval_steps"
+        elif self.early_stopping_patience and self.best_metric == "loss" and not self.validation_images:
+            problem = "--early_stopping_patience needs a validation loss\nset --validation_images (or --best_metric fd)"
+        if problem:
+            raise UserError(problem)
         self.check_latents()
-        if self.eval_steps and self.eval_images < FEWEST_IMAGES:
-            raise UserError(
-                f"--eval_images must be a whole number of at least {FEWEST_IMAGES}; got {self.eval_images}\n"
-                "set --eval_images, or leave --eval_steps out"
-            )
-        if self.best_metric != "loss" and not self.eval_steps:
-            raise UserError(f"--best_metric {self.best_metric} is measured on samples, and --eval_steps is 0\nset --eval_steps")
-        if self.early_stopping_patience and self.best_metric == "loss" and not self.validation_images:
-            raise UserError("--early_stopping_patience needs a validation loss\nset --validation_images (or --best_metric fd)")
         super().check()
 
     def check_latents(self) -> None:

@@ -101,11 +101,8 @@ class Options:
 
 
 def parse_options(cls: type[T], description: str, argv: list[str] | None = None) -> T:
-    """Returns the options of a command line (None: this process's), over those of its --config.
-
-    Raises UserError for an unknown flag, an unknown preset, and values that no run can use. Ends the process with status 0
-    after --help, --version and --print_config.
-    """
+    """Returns the options of a command line (None: this process's), over those of its --config. Raises UserError for what no
+    run can use. Ends the process with status 0 after --help, --version and --print_config."""
     parser, values = make_parser(cls, description), values_of(cls)
     words = [spelled(word, parser) for word in (sys.argv[1:] if argv is None else argv)]
     try:

@@ -66,10 +66,8 @@ class Snapshots:
 
 
 def save_snapshots(ema: PowerEMA, output_dir: Path, step: int, *, fingerprint: str, dtype: str) -> None:
-    """Writes one file for each width of `ema`, on the main process. `dtype`, of the parameters, is "fp16" or "fp32".
-
-    Raises OSError or SafetensorError when the disk does not take them; what is there stays whole.
-    """
+    """Writes a file for each width of `ema`, its parameters in `dtype` ("fp16" or "fp32"), on the main process. Raises OSError
+    or SafetensorError where the disk does not take them; what is there stays whole."""
     folder = output_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".*.tmp"):
@@ -121,10 +119,8 @@ class Recipe:
 
 
 def recipe(snapshots: list[Snapshot], width: float, step: int | None = None) -> Recipe:
-    """For the EMA of relative `width` at `step` (the last snapshot's), from all snapshots up to it.
-
-    Raises UserError for a step that is before or beyond all snapshots, and where they add up to another average.
-    """
+    """For the EMA of relative `width` at `step` (the last snapshot's), from all snapshots up to it. Raises UserError for a
+    step outside of the snapshots, and where they add up to another average."""
     times = sorted({snapshot.step for snapshot in snapshots})
     step = times[-1] if step is None else step
     if not times[0] <= step <= times[-1]:

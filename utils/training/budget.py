@@ -53,10 +53,7 @@ def within_budget(
     make_network: Callable[..., nn.Module],
     make_objective: Callable[[Any, AnyRun], Objective],
 ) -> AnyRun:
-    """Returns the options with what --budget sets, the same on every process, and says what was chosen; without it as they are.
-
-    Raises UserError where not one update fits.
-    """
+    """The options with what --budget sets, the same on every process, which is said. Raises UserError where no update fits."""
     if options.budget is None:
         return options
     stored = "max_train_steps" in options.given  # see `recalled`

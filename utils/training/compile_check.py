@@ -1,8 +1,5 @@
-"""Whether a compiled network has the gradients of the same network run eagerly.
-
-Compilers have been wrong without a word: pytorch issue 140913 tells of weight gradients that were off by more than 25, of group
-norms in bf16 with channels last.
-"""
+"""Whether a compiled network has the gradients of the eager one: compilers have been wrong without a word (pytorch issue
+140913: weight gradients off by more than 25)."""
 
 import math
 from collections.abc import Callable, Iterator

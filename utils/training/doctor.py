@@ -69,10 +69,7 @@ class Doctor:
 
     def record_report(self, step: int, report: dict, layers: dict) -> bool:
         """Records a report's figures, in long runs the `layers` (see `Dynamics.report`) of some alone, and examines the run
-        after those and the first ones.
-
-        Whether anything was critical when the run was examined last.
-        """
+        after those and the first ones. Returns whether anything is critical."""
         detailed = self._reports % self._every == 0
         self._reports += 1
         self.record(step, report | ({"layers": layers} if detailed else {}))

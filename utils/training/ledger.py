@@ -90,10 +90,8 @@ class Ledger:
         return torch.full((), (value + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=self._device)
 
     def write(self, values: list[int] | None = None) -> bool:
-        """Writes the line of the newest update, unless it has one. `values`: those of `measure`, where they were read already.
-
-        Whether all ranks hold the same state; if not, it is said which tensor of which ranks differs.
-        """
+        """Writes the line of the newest update, unless it has one; `values`: those of `measure`, where they were read. Returns
+        whether all ranks hold the same state; if not, it says which tensor of which ranks differs."""
         step = self._run.state.step
         if not self.parted and self._written != step:
             values, self._written = self._measured() if values is None else values, step

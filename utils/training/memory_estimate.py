@@ -98,9 +98,7 @@ def estimate_memory(
 
 
 class TrialStep:
-    """A network, its optimizer and its EMA, made to be tried out: on fake tensors for a prediction, or on the real device,
-    which is torch's default device.
-    """
+    """Network, optimizer and EMA to be tried out on torch's default device, with fake tensors for a prediction."""
 
     def __init__(self, parts: UpdateParts):
         self.image_shape, self.mixed_precision = parts.image_shape, parts.mixed_precision
@@ -186,10 +184,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Inside it, counts what autograd keeps for the backward pass: `bytes` of storages, each once, without `excluded`.
-
-    Gradient checkpointing keeps a block's inputs alone; what is inside the block is not counted, as it is not kept.
-    """
+    """Counts what autograd keeps for the backward pass: `bytes` of storages, each once, without `excluded`; of blocks with
+    gradient checkpointing their inputs alone."""
 
     def __init__(self, excluded: Iterable[torch.Tensor] = ()):
         super().__init__(self._pack, lambda tensor: tensor)

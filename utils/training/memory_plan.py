@@ -97,10 +97,8 @@ class MemoryPlan:
         explain_out_of_memory(partial(self.explain, options.micro_batch_size, options.gradient_accumulation_steps))
 
     def measures_eagerly(self) -> bool:
-        """Returns whether the updates of reports may run eagerly, which measures activations; all processes must call it.
-
-        A batch that fits the compiled network alone would end the run at the first report.
-        """
+        """Whether the updates of reports may run eagerly, which measures activations, without running out of memory. For all
+        processes to call."""
         if not self._options.compile:
             return True
         self.free = min(objects_from_all([self.free]))

@@ -160,11 +160,8 @@ class Monitor:
             self._run.progress.show(torch.cat(self._first_losses).float().mean().item(), learning_rate)
 
     def report(self, learning_rate: float) -> int:
-        """Logs what was seen since the last report, the last update's `learning_rate` among it, and has the doctor look at it.
-
-        Returns 0, or EXIT_DIVERGED where the run must end. The host waits for the device, once: whatever lies there is read
-        in one copy.
-        """
+        """Logs what was seen since the last report, and has the doctor look at it. Returns 0, or EXIT_DIVERGED where the run
+        must end. The host waits for the device, once: whatever lies there is read in one copy."""
         run, accelerator, step = self._run, self._run.accelerator, self._run.state.step
         global_batch_size = run.length.global_batch_size
         figures: dict[str, float | torch.Tensor] = {"train/lr": learning_rate, "train/clip_value": run.clipping.value}

@@ -54,11 +54,7 @@ def find_first_bad_module(unet: nn.Module, compute: Callable[[], torch.Tensor]) 
 
 
 class NanReports:
-    """Writes nan_report/ of the first skipped updates.
-
-    What such an update trained on need not be kept: every image, noise level and noise is a function of its sample number, so
-    the batch is made again.
-    """
+    """Writes nan_report/ of the first skipped updates. Their batches are made again, as functions of the sample numbers."""
 
     def __init__(self, run: Run):
         self._run, self._network = run, run.objective.network

@@ -79,10 +79,7 @@ class StepStatistics:
         return torch.cat([losses, torch.stack([self._norm_sum, self._updates])])
 
     def report(self, values: list[float]) -> dict[str, float]:
-        """Means since the last report from the values of `sums`; empties the sums.
-
-        Of what there was none there is no figure, except that the loss is NaN.
-        """
+        """Means since the last report from the values of `sums`; empties the sums. Without samples the loss is NaN."""
         sums, counts, (norm_sum, updates) = values[:QUARTILES], values[QUARTILES:-2], values[-2:]
         report = {"train/loss": sum(sums) / sum(counts) if sum(counts) else math.nan}
         for i, (loss_sum, count) in enumerate(zip(sums, counts)):

@@ -106,11 +106,8 @@ def start_processes(options: RunOptions, broadcast_buffers: bool = False) -> Acc
 
 
 def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder | None:
-    """The folder of the run, which no other may use meanwhile, or None where it holds a finished run of the same options;
-    trackers and the Hub are asked first, for they may refuse.
-
-    Raises UserError, see `start_of`, `check_hub`, `start_trackers` and `RunFolder.claim`.
-    """
+    """The folder of the run, or None where it holds a finished run of the same options. Trackers and the Hub, which may
+    refuse, come first. Raises UserError, see `start_of`, `check_hub`, `start_trackers` and `RunFolder.claim`."""
     global_batch_size = accelerator.num_processes * options.micro_batch_size * options.gradient_accumulation_steps
     launched = {"global_batch_size": global_batch_size, "mixed_precision": accelerator.mixed_precision}
     start = made_on_main_process(accelerator, "looking at the folder", start_of, options, launched)
@@ -153,10 +150,8 @@ def begin_run(
     objective: Objective,
     optimizer: Optimizer,
 ) -> Run:
-    """A fresh run, or the one that --resume_from_checkpoint names, ready for its next update. On every process.
-
-    Raises UserError where the checkpoint does not fit the options, or the folder cannot be written.
-    """
+    """A fresh run, or a resumed one, ready for its next update, on every process. Raises UserError where the checkpoint does
+    not fit the options, or the folder cannot be written."""
     length = RunLength.of(options, len(data.training), accelerator.num_processes)
     shown = accelerator.is_main_process and not options.quiet
     with Bar(what := "testing the export of the network", shown=shown):

@@ -43,11 +43,8 @@ FIRST_GROUPS = ("train/", "validation/")
 
 
 def start_trackers(accelerator: Accelerator, options: RunOptions) -> None:
-    """Starts the trackers that write no files in the run's folder, on the main process, which is to call it. A resumed run goes
-    on in the run that it had in the tracker, where there still is one.
-
-    Raises UserError for one that cannot start: without an account or a server, say.
-    """
+    """Starts the trackers that write no files, on the main process. A resumed run goes on in its run of the tracker, where
+    that still is. Raises UserError for one that cannot start: without an account or a server, say."""
     earlier = _earlier(options, partial(print, flush=True))
     for name in options.trackers:
         if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory:
@@ -105,16 +102,11 @@ def _earlier(options: RunOptions, tell: Callable[[str], None] = lambda line: Non
 
 
 class Trackers:
-    """A tracker that fails (a full disk, a lost connection) is given up, not the run.
-
-    Every method may be called on all ranks; the main process alone writes.
-    """
+    """On all ranks, of which the main one alone writes. A tracker that fails (a full disk, say) is given up, not the run."""
 
     def __init__(self, accelerator: Accelerator, options: RunOptions, first_step: int, print_line: Callable[[str], None]):
-        """Takes those that were started, and starts those that write files. `print_line` gets a line about one that fails.
-
-        TensorBoard hides what a killed run had logged after `first_step` updates: one value per tag and step.
-        """
+        """Takes those that were started, and starts those that write files. `print_line` is told of one that fails.
+        TensorBoard hides what a killed run had logged after `first_step` updates: one value per tag and step."""
         self._accelerator, self._print_line, self._first_step = accelerator, print_line, first_step
         self._continued = _earlier(options) if accelerator.is_main_process else {}
         if accelerator.is_main_process:
