@@ -132,11 +132,9 @@ def _call_at_end(status: int) -> None:
 
 
 def parse_early(parse_args: Callable[[], T], nothing_to_do: Callable[[T], str | None] = lambda options: None) -> T:
-    """The options of this process's command line, for a script that asks for them above its heavy imports: neither `--help` nor
-    a mistake in the command should wait for these, and packages that are missing are named together.
-
-    Where `nothing_to_do` gives a line, it is printed, and the process ends with status 0.
-    """
+    """The options of this process's command line, asked for above the heavy imports of a script: --help, a mistake and missing
+    packages are not to wait for these. Where `nothing_to_do` gives a line, it is printed, and the process ends with status
+    0."""
     sys.excepthook = _tell_of_interrupt
     try:
         options = parse_args()

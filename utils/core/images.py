@@ -78,11 +78,9 @@ def is_complete_image(path: Path, shape: tuple[int, int, int]) -> bool:
 
 
 def make_grid(images: torch.Tensor, columns: int | None = None, padding: int = 2) -> Image.Image:
-    """uint8 [n, C, H, W] as one RGB image, row by row; by default about as many columns as rows.
-
-    Small images are enlarged by a whole factor to about 64 pixels, each pixel a sharp square. What is transparent shows the
-    gray background. Of more than 4 channels each is shown in gray, beside the one before it.
-    """
+    """uint8 [n, C, H, W] as one RGB image, row by row; by default about as many columns as rows. Small images are enlarged by
+    a whole factor to about 64 pixels. What is transparent shows the gray background. Of more than 4 channels each is shown in
+    gray, beside the one before it."""
     if images.shape[1] > 4:
         images = images.transpose(1, 2).flatten(2)[:, None]  # [n, 1, H, C W]
     columns = columns or math.ceil(math.sqrt(len(images)))

@@ -57,11 +57,8 @@ def stop_with_launcher() -> None:
 
 
 def asked_threads() -> int | None:
-    """Returns the threads per process that the user asked for, by OMP_NUM_THREADS or --num_cpu_threads_per_process.
-
-    None where nobody asked. Launchers set OMP_NUM_THREADS for their children where the user did not, `accelerate launch` to 1
-    or the machine's cores, torchrun to 1. The launcher's own environment tells whether the user did.
-    """
+    """Returns the threads per process that the user asked for, by OMP_NUM_THREADS or --num_cpu_threads_per_process; None where
+    nobody did. Launchers set OMP_NUM_THREADS for their children themselves, so it is their own environment that tells."""
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is one number for each nested level
     if not threads.isdecimal() or int(threads) < 1:
         return None
@@ -75,10 +72,8 @@ def asked_threads() -> int | None:
 
 
 def lone_process(num_processes: int, on_cpu: bool) -> str | None:
-    """Returns a warning where this is one process alone, though `accelerate launch` was asked for several; None elsewhere.
-
-    With --cpu, or with a config file of one GPU, it starts one process, and leaves MASTER_ADDR for the others in vain.
-    """
+    """Returns a warning where this process is alone, though `accelerate launch` was asked for several: with --cpu, or with a
+    config file of one GPU, it starts one, and leaves MASTER_ADDR for the others in vain. None elsewhere."""
     if num_processes > 1 or "MASTER_ADDR" not in os.environ or (asked := _asked_processes(launcher_words())) < 2:
         return None
     command = "ACCELERATE_USE_CPU=true " * on_cpu + f"accelerate launch --multi_gpu --num_processes {asked} ..."

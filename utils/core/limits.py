@@ -17,11 +17,9 @@ MEMORY = {
 
 
 def own_groups(controller: str) -> Iterator[tuple[int, Path]]:
-    """Yields (version, folder) of the control groups of that `controller` that this process is in, which Linux alone has: its
-    own, and all above it, for the tightest limit decides.
-
-    In a container the path may be the host's, of which only the container's own group is there, as the root.
-    """
+    """Yields (version, folder) of the control groups of that `controller`, which Linux alone has, that this process is in: its
+    own, and all above it, for the tightest limit decides. In a container the path may be the host's, of which only the root is
+    there."""
     try:
         lines = OWN.read_text().splitlines()
     except OSError:  # not Linux

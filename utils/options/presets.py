@@ -216,10 +216,8 @@ def networks_by_size(presets: dict[str, dict], resolution: int | str, *, few: bo
 
 
 def network_for_resolution(resolution: int | str) -> str | None:
-    """Returns the preset network for images of this size, when none was named; None where no preset's levels divide the size.
-
-    Sizes that diffusers' script can train get its network, so that its command lines export the same model.
-    """
+    """Returns the network for images of this size, when none was named; None where no preset's levels divide the size. Sizes
+    that diffusers' script can train get its network, so that its command lines export the same model."""
     for name in ("256", "cifar10", "digits16"):
         if _fits(name, resolution):
             return name

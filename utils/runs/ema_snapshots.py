@@ -145,11 +145,8 @@ def recipe(snapshots: list[Snapshot], width: float, step: int | None = None) -> 
 
 @torch.no_grad()
 def reconstruct(snapshots: list[Snapshot], width: float, step: int | None = None) -> dict[str, torch.Tensor]:
-    """Weights of the average that `recipe` is for, float32 on the CPU.
-
-    Reads one tensor of one file at a time; the sums are in float64. What EMA copies instead of averaging, counters and singular
-    vectors, is the last snapshot's. Raises UserError as `recipe` does.
-    """
+    """Weights of the average that `recipe` is for, float32 on the CPU, from float64 sums over one tensor of one file at a
+    time. What EMA copies, counters and singular vectors, is the last snapshot's. Raises UserError as `recipe` does."""
     sums: dict[str, torch.Tensor] = {}
     for name, tensor, weight in _tensors(recipe(snapshots, width, step)):
         if not tensor.is_floating_point() or name.endswith(UNIT_VECTORS):
@@ -162,10 +159,8 @@ def reconstruct(snapshots: list[Snapshot], width: float, step: int | None = None
 
 
 def fp16_error(snapshots: list[Snapshot], width: float, step: int | None, made: dict[str, torch.Tensor]) -> float:
-    """Estimate from above how far snapshots in fp16 put `made`, what `reconstruct` gave, off: relative to its norm.
-
-    Narrow averages are made of large weights of both signs, in whose sum the roundings do not cancel as the averages do.
-    """
+    """Estimate from above how far snapshots in fp16 put `made`, what `reconstruct` gave, off: relative to its norm. Narrow
+    averages have large weights of both signs, in whose sum the roundings do not cancel as the averages do."""
     independent = alike = 0.0  # squares: of roundings that differ from snapshot to snapshot, and of the same in all
     for _, tensor, weight in _tensors(recipe(snapshots, width, step)):
         if tensor.dtype == torch.float16:

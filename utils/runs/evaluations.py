@@ -25,10 +25,8 @@ def settings_of(result: dict) -> str:
 
 
 def write_evaluation(run: Path, state: str, step: int | None, result: dict) -> None:
-    """Puts a result of evaluate.py into the folder of the run, in the place of an earlier one of the same evaluation and state.
-
-    `state`: name of a checkpoint, "" of the exported pipeline; `step`: its update, where that is known. Raises OSError.
-    """
+    """Puts a result of evaluate.py into the folder of the run, in the place of one of the same evaluation and `state`: name of
+    a checkpoint, "" for the exported pipeline. `step`: its update, where that is known. Raises OSError."""
     about = {"state": state, "step": step, "time": time.time()}
     name = hashlib.sha256(f"{state} {settings_of(result)}".encode()).hexdigest()[:16]
     folder = run / RESULTS

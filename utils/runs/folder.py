@@ -156,11 +156,8 @@ class RunFolder:
         return [p for p in (*named, *self.path.glob("checkpoint-*"), *self.path.glob(".tmp-*")) if p.exists()]
 
     def write_options(self, options: Options, resolved: dict, class_names: Sequence[str] | None = None) -> None:
-        """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit, command line and working
-        folder; for a network with classes their names.
-
-        What an earlier start of the same run had recorded of itself moves to `earlier_starts`.
-        """
+        """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit, command line, working
+        folder, names of classes. What an earlier start of the same run had recorded of itself moves to `earlier_starts`."""
         path = self.path / OPTIONS
         record: dict[str, Any] = {
             "options": options.recorded(),

@@ -50,11 +50,8 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class UpdateParts:
-    """What an update is made of, whatever the size of its batch.
-
-    `make_network` builds the network as it will be trained (checkpointing, layout of the weights), on torch's default device.
-    `averages` counts those of the EMA, of which power EMA has several. `distributed`: DDP with `gradient_as_bucket_view`.
-    """
+    """What an update is made of, whatever the size of its batch. `make_network`: as it will be trained (checkpointing,
+    layout), on torch's default device. `averages`: how many the EMA has. `distributed`: DDP with `gradient_as_bucket_view`."""
 
     make_network: Callable[[], nn.Module]
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]

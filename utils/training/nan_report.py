@@ -32,10 +32,8 @@ def finite(value: object) -> bool:
 
 
 def find_first_bad_module(unet: nn.Module, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, dict | None]:
-    """(what `compute()` gives, the first of the network's modules that it makes give values that are not finite, or None).
-
-    The module is {"name", "class", "inputs_finite"}; where its inputs are finite, it is where the trouble began.
-    """
+    """(what `compute()` gives, {"name", "class", "inputs_finite"} of the network's first module that then gives values that
+    are not finite, or None). Where its inputs are finite, the trouble began there."""
     found = None
 
     def watch(name: str) -> Callable[[nn.Module, tuple, object], None]:

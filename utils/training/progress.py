@@ -29,11 +29,9 @@ UNKNOWN = 20  # first updates without a time left: many of them are slower, beca
 
 
 class StepStatistics:
-    """Sums on the device between two reports, so that the training path never waits for the host.
-
-    Loss figures are means over samples, over micro steps, updates and processes; samples whose loss is not
-    finite are left out (`nonfinite.BadUpdates` counts them). Quartiles are of the timestep: 1 is the least noise.
-    """
+    """Sums on the device between two reports, so that training never waits for the host. Loss figures are means over all
+    samples whose loss is finite (`nonfinite.BadUpdates` counts the others). Quartiles are of the timestep: 1 is the least
+    noise."""
 
     def __init__(self, device: torch.device, num_train_timesteps: int):
         self._num_timesteps = num_train_timesteps
