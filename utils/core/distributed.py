@@ -65,20 +65,16 @@ def make_accelerator(
     """Returns an Accelerator for one process or DDP.
 
     On a machine without an accelerator it asks for the CPU itself, because `use_cpu: true` in a config file starts several
-    processes but leaves each alone. There it also undoes `accelerate launch`'s own OMP_NUM_THREADS=1, which would leave all
-    cores but one idle: `cpu_threads` threads per process, by default what the user asked for (see `launcher.asked_threads`),
-    else the usable cores over the processes of this machine.
-    `tf32`: fp32 convolutions and matrix products round their factors to 10 bits of mantissa on GPUs that are faster so.
-    `cudnn_benchmark`: convolutions on a GPU take the algorithm that is quickest when their shape is first seen, which may be
-    another one in the next process. `deterministic`: only kernels that add up in a fixed order, and so give the same bits each
-    time; torch raises RuntimeError where it has none.
-    `broadcast_buffers`: DDP copies the main process's buffers to the others before each forward pass, for networks whose
-    training changes them; constants need no copies.
-    `collective_timeout` is what a lost or hanging peer costs, in seconds, before every process gives up (gloo's own: 1800).
-    What one process does while the others wait may take longer, see `waited_for`.
+    processes but leaves each alone. There it also undoes `accelerate launch`'s own OMP_NUM_THREADS=1: each process has
+    `cpu_threads`, else what the user asked for (see `launcher.asked_threads`), else its share of the usable cores.
+    `tf32`: fp32 products on a GPU round their factors to 10 bits of mantissa. `cudnn_benchmark`: convolutions take what is
+    quickest when their shape is first seen, maybe something else in the next process. `deterministic`: only kernels that add
+    up in a fixed order; torch raises RuntimeError where it has none.
+    `broadcast_buffers`: DDP copies the main process's buffers to the others, for networks whose training changes them.
+    `collective_timeout`: what a lost or hanging peer costs, in seconds (gloo's own: 1800); what one process does while the
+    others wait may take longer, see `waited_for`.
 
-    Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP
-    (FSDP, DeepSpeed, Megatron, TPU, a dynamo backend).
+    Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP.
     """
     stop_with_launcher()
     on_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")

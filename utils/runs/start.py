@@ -88,7 +88,7 @@ def _compare_with_checkpoint(options: RunOptions, asked: dict[str, Any], folder:
 
 def _other_run(options: RunOptions, asked: dict[str, Any], folder: RunFolder, record: dict) -> str:
     """Returns what to say where the run in the folder, without checkpoints, is another than `asked` for; nothing where not."""
-    recorded, resolved = _with_later_flags(record), record.get("resolved", {})
+    recorded, resolved = WITHOUT | record["options"], record.get("resolved", {})
     saved = recorded | {n: resolved.get(n) for n in OF_THE_LAUNCH}
     saved = as_spelled_now({n: saved.get(n) for n in asked}, asked, record, folder.path)
     if folder.is_done() and _is_longer(options, record):
@@ -144,15 +144,9 @@ def _checkpoint(output_dir: Path, wanted: str) -> Path | None:
 
 def _changed(options: RunOptions, record: dict, folder: Path) -> bool:
     """Whether any option differs from those of the last start, but for those that are of one start alone."""
-    asked = options.lasting()
-    recorded = _with_later_flags(record)
+    asked, recorded = options.lasting(), WITHOUT | record["options"]
     saved = as_spelled_now({n: recorded.get(n) for n in asked}, asked, record, folder)
     return bool(differences(saved, asked))
-
-
-def _with_later_flags(record: dict) -> dict[str, Any]:
-    """The options of a record; of flags that its version did not have, what it did."""
-    return WITHOUT | record["options"]
 
 
 def _is_longer(options: RunOptions, record: dict) -> bool:
