@@ -157,8 +157,7 @@ def check_tracker(name: str) -> None:
 
 def on_main_process(accelerator: Accelerator, what: str, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
     """Calls `function` on the main process alone, for which the others wait; `what` is this work. What fails there fails on
-    every rank: a UserError, which a failure to write and memory that runs out become, on all alike; anything else as it is, on
-    the others as FailedElsewhere."""
+    every rank: as a UserError, which failures to write and memory that runs out become, else as FailedElsewhere."""
     failure: Exception | None = None
     if accelerator.is_main_process:
         try:

@@ -144,8 +144,8 @@ def _unknown_address() -> str:
 
 @contextlib.contextmanager
 def said_while_waiting(after: float = 10.0, again: float = 60.0) -> Iterator[None]:
-    """Inside, while the processes of a launcher find each other: says after `after` seconds for what this one waits, and every
-    `again` seconds; and a signal that stops the process does so, though it waits in code that lets no handler run."""
+    """While the processes of a launcher find each other: says after `after` seconds, and every `again` seconds, for what this
+    one waits; and a signal stops the process, though it waits in code that lets no handler run."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield
         return

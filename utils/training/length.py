@@ -75,11 +75,9 @@ def preview_steps(options: RunOptions, updates_per_epoch: int) -> int | None:
 
 
 def split_batch(options: RunOptions, num_processes: int) -> tuple[int, int]:
-    """(micro batch, micro steps) of each process that make up the global batch exactly.
-
-    A micro batch that was given stays. One that is a default or a preset's gives way: to the micro steps if these were given,
-    else to the largest divisor below it. Raises UserError when the numbers disagree, or when that divisor is far smaller.
-    """
+    """(micro batch, micro steps) of each process that make up the global batch exactly. A micro batch that was given stays; a
+    default or a preset's gives way: to the micro steps if these were given, else to the largest divisor below it. Raises
+    UserError when the numbers disagree, or when that divisor is far smaller."""
     global_batch_size, wanted = cast(int, options.global_batch_size), options.micro_batch_size
     asked = options.gradient_accumulation_steps if "gradient_accumulation_steps" in options.given else None
     together = per_process(global_batch_size, num_processes)

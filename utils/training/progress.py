@@ -137,9 +137,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class ProgressBar:
-    """The updates of a run, on the main process: on a terminal tqdm's bar with speed and time left, elsewhere a plain line for
-    each report. An update that takes long shows that it goes on. `part` gives the bars of what happens between updates.
-    """
+    """The updates of a run, on the main process: on a terminal tqdm's bar, elsewhere a line for each report. An update that
+    takes long shows that it goes on. `part` gives the bars of what happens between updates."""
 
     def __init__(self, enabled: bool, first_step: int, total_steps: int, *, quiet: bool = False):
         """`quiet`: prints lines for the user, but no progress."""

@@ -37,9 +37,8 @@ class Execution(NamedTuple):
 
 
 class Rerun:
-    """The loop of a script makes an update again while `again` returns True: from the same state, with the same batches, by the
-    same lines. Its methods are to be called on every process. The copies of the state lie on the host.
-    """
+    """The loop of a script makes an update again while `again` returns True: from the same state, with the same batches, by
+    the same lines. To be called on every process. The copies of the state lie on the host."""
 
     def __init__(self, run: Run, counters: Sequence[object] = ()):
         """`counters`: see `State`."""

@@ -80,8 +80,7 @@ def _started(options: RunOptions, name: str, about: dict[str, str]) -> Any:
 
 def _earlier(options: RunOptions, tell: Callable[[str], None] = lambda line: None) -> dict[str, str]:
     """The runs that an earlier start of a resumed run had, by the names of the trackers. `tell` gets a line where this start
-    does not go on in them: they are those of the folder that was copied, or have another continuation of an older checkpoint.
-    """
+    does not go on in them: they are of a folder that was copied, or of a newer checkpoint."""
     folder, asked = Path(options.output_dir), options.resume_from_checkpoint
     checkpoints = list_checkpoints(folder)
     if not asked or not checkpoints:
@@ -210,9 +209,8 @@ def _plain(value: Any) -> bool | int | float | str:
 
 
 def _outlive_older_event_files(folder: Path) -> None:
-    """TensorBoard reads event files in the order of their names, which hold seconds, and what a later file purges must be
-    older. The second in which an earlier start made its file is waited out; if the clock was set back, the files are renamed.
-    """
+    """TensorBoard reads event files by their names, which hold seconds, and what a later one purges must be older. The second
+    of an earlier start is waited out; if the clock was set back, the files are renamed."""
     found = [(re.fullmatch(r"(events\.out\.tfevents\.)(\d+)(\..*)", path.name), path) for path in folder.glob("events.*")]
     files = sorted((int(match[2]), path, match) for match, path in found if match)
     now = int(time.time())
