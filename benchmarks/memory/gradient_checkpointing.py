@@ -23,7 +23,7 @@ import torch
 from benchmarks.shared.bare_loop import ALL, BareLoop, Switches
 from benchmarks.shared.measuring import default_device, describe, free, interleaved, ratio
 from benchmarks.shared.tasks import make_task
-from utils.core.processors import usable_cores
+from utils.core.limits import usable_cores
 from utils.training.memory_estimate import GIB
 
 EAGER = Switches(tf32=True, sdpa=True, fused=True)  # a CPU's defaults

@@ -24,7 +24,7 @@ from diffusers import DDPMPipeline, DDPMScheduler
 
 from benchmarks.shared.measuring import default_device, describe, free, ratio, synchronize
 from benchmarks.shared.tasks import SIZES
-from utils.core.processors import usable_cores
+from utils.core.limits import usable_cores
 from utils.diffusion.pipelines import image_shape
 from utils.diffusion.sampling import SamplePlan, full_precision, make_sampler, sample, to_uint8
 from utils.diffusion.unet import make_unet

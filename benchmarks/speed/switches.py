@@ -28,7 +28,7 @@ import torch
 from benchmarks.shared.bare_loop import ALL, BareLoop, Switches
 from benchmarks.shared.measuring import default_device, describe, free, interleaved, ratio
 from benchmarks.shared.tasks import DDPM, TASKS, make_task
-from utils.core.processors import usable_cores
+from utils.core.limits import usable_cores
 
 NONE = Switches()
 OFF = Switches(force_weight_norm=False)

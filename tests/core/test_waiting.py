@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from utils.core.waiting import Sign, _names
+from utils.core.waiting import _names
 
 WAITS = "tests/launch/waits.py"
 GRACE = 25  # seconds, on a busy machine
@@ -97,8 +97,7 @@ def test_a_process_that_hangs_is_ended_after_the_longest_time(start, kind, secon
     assert "the Python stacks of rank 1, for which the others waited:" in runs[1].text() and "in work" in runs[1].text()
 
 
-def test_names_and_signs():
+def test_names():
     assert (
         _names([0]) == "the main process" and _names([2, 3]) == "ranks 2, 3" and _names([0, 4]) == "the main process and rank 4"
     )
-    assert Sign.read(Sign(7, 3, "ended").value().encode()) == Sign(7, 3, "ended")

@@ -33,6 +33,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import json
 import os
 import resource
 import signal
@@ -201,7 +202,7 @@ def hang_repeated(step: int, value: str) -> None:
 def stop(step: int, value: str) -> None:
     def stopped(loss):
         told = torch.distributed.distributed_c10d._get_default_store()
-        while (news := News.read(told.get(f"hang/{os.environ['RANK']}"))).kind != "compute" or news.step != step:
+        while (news := News(*json.loads(told.get(f"hang/{os.environ['RANK']}")))).kind != "compute" or news.step != step:
             time.sleep(PERIOD / 10)
         time.sleep(3 * PERIOD)  # in which the others read it
         os.kill(os.getpid(), signal.SIGSTOP)

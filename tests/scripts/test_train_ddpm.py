@@ -10,7 +10,7 @@ from conftest import ROOT, logged_scalars, run_command, same_bytes, script_envir
 from safetensors.torch import load_file
 
 from utils.core.errors import UserError
-from utils.core.processors import usable_cores
+from utils.core.limits import usable_cores
 from utils.runs.checkpoint_files import list_checkpoints
 
 CHECKPOINT_FILES = ("model.safetensors", "ema.safetensors", "optimizer.bin")

@@ -6,7 +6,7 @@ import train_ddpm
 import train_edm2
 from utils.core.errors import UserError
 from utils.options.flags import DDPMOptions
-from utils.training.batch_split import split_batch
+from utils.training.length import split_batch
 
 PAPER = (train_edm2, "--dataset_name x/y --model_preset S")  # a global batch of 2048 in micro batches of 32
 CIFAR10 = (train_ddpm, "--dataset_name x/y --model_preset cifar10")  # micro batches of 128

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from utils.core import control_groups
-from utils.training import free_memory as module
-from utils.training.free_memory import free_memory
+from utils.core import limits
+from utils.training.memory_plan import free_memory
 
 CPU = torch.device("cpu")
 AVAILABLE = 10_000  # bytes in the whole machine
@@ -25,9 +24,9 @@ def free_in(monkeypatch, tmp_path):
             (root / folder / names[1]).write_text(f"{usage}\n")
             (root / folder / "memory.stat").write_text("".join(f"{key} {value}\n" for key, value in statistics.items()))
         (tmp_path / "own").write_text(own)
-        monkeypatch.setattr(control_groups, "ROOT", root)
-        monkeypatch.setattr(control_groups, "OWN", tmp_path / "own")
-        monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=AVAILABLE))
+        monkeypatch.setattr(limits, "ROOT", root)
+        monkeypatch.setattr(limits, "OWN", tmp_path / "own")
+        monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: SimpleNamespace(available=AVAILABLE))
         return free_memory(CPU, local_processes)
 
     return find
@@ -58,7 +57,7 @@ def test_version_1(free_in):
 def test_without_a_limit_it_is_the_machine_s(free_in):
     assert free_in("0::/\n", {"": ("max", 900, CACHE)}) == AVAILABLE
     assert free_in("", {}) == AVAILABLE
-    control_groups.OWN.unlink()
+    limits.OWN.unlink()
     assert free_memory(CPU) == AVAILABLE
 
 

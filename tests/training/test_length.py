@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from utils.core.errors import UserError
-from utils.training.length import check_global_batch, is_due, updates_per_epoch
+from utils.training.length import RunLength, check_global_batch, updates_per_epoch
 
 
 @pytest.mark.parametrize("images", [7, 16, 1797])
@@ -21,14 +21,14 @@ def test_updates_per_epoch_counts_like_accelerates_data_loader(images, batch, pr
 
 def test_due_by_epochs_is_where_diffusers_script_acts():
     per_epoch, every, epochs = 5, 3, 10
-    ours = [s for s in range(1, epochs * per_epoch) if is_due(s, 50, steps=None, epochs=every, epoch_steps=per_epoch)]
+    ours = [s for s in range(1, epochs * per_epoch) if RunLength(1, per_epoch, 50).is_due(s, None, every)]
     # its condition, at the end of each epoch: epoch % every == 0, or the last one (which has its own block here)
     theirs = [(epoch + 1) * per_epoch for epoch in range(epochs - 1) if epoch % every == 0]
     assert ours == theirs
 
 
 def test_due_by_steps_overrides_epochs():
-    assert [s for s in range(1, 10) if is_due(s, 9, steps=4, epochs=1, epoch_steps=1)] == [4, 8]
+    assert [s for s in range(1, 10) if RunLength(1, 1, 9).is_due(s, 4, 1)] == [4, 8]
 
 
 def test_fewer_images_than_a_batch_says_both_numbers():

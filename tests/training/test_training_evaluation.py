@@ -136,7 +136,8 @@ def test_a_stop_leaves_the_evaluation_out(digits, evaluate_in, tmp_path):
         due += [evaluation._run.state.step] * evaluation.due()
     assert due == [5, 10, 12]
     evaluation._run.state.step = 5
-    assert not evaluation.make() and evaluation.due()
+    evaluation.make()
+    assert evaluation.due()
     assert len(asked) == 5 and recorded == said == [] and list(tmp_path.glob("evaluation/*")) == []
 
 

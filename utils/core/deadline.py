@@ -9,10 +9,8 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns `call()`, or raises what it raises. Raises TimeoutError once it has taken so long; a thread of it stays behind.
-
-    torch's store waits for ever for one whose process is stopped, whatever its own timeout is.
-    """
+    """Returns `call()`, or raises what it raises, or TimeoutError once it has taken so long; its thread stays behind. torch's
+    store waits for ever for one whose process is stopped, whatever its own timeout is."""
     future: Future[T] = Future()
 
     def answer() -> None:

@@ -31,7 +31,7 @@ from utils.core.launcher import (
     said_while_waiting,
     stop_with_launcher,
 )
-from utils.core.processors import usable_cores
+from utils.core.limits import usable_cores
 from utils.core.waiting import LONGEST, Meeting, Waiting
 
 T = TypeVar("T")
@@ -65,20 +65,16 @@ def make_accelerator(
     """Returns an Accelerator for one process or DDP.
 
     On a machine without an accelerator it asks for the CPU itself, because `use_cpu: true` in a config file starts several
-    processes but leaves each alone. There it also undoes `accelerate launch`'s own OMP_NUM_THREADS=1, which would leave all
-    cores but one idle: `cpu_threads` threads per process, by default what the user asked for (see `launcher.asked_threads`),
-    else the usable cores over the processes of this machine.
-    `tf32`: fp32 convolutions and matrix products round their factors to 10 bits of mantissa on GPUs that are faster so.
-    `cudnn_benchmark`: convolutions on a GPU take the algorithm that is quickest when their shape is first seen, which may be
-    another one in the next process. `deterministic`: only kernels that add up in a fixed order, and so give the same bits each
-    time; torch raises RuntimeError where it has none.
-    `broadcast_buffers`: DDP copies the main process's buffers to the others before each forward pass, for networks whose
-    training changes them; constants need no copies.
-    `collective_timeout` is what a lost or hanging peer costs, in seconds, before every process gives up (gloo's own: 1800).
-    What one process does while the others wait may take longer, see `waited_for`.
+    processes but leaves each alone. There it also undoes `accelerate launch`'s own OMP_NUM_THREADS=1: each process has
+    `cpu_threads`, else what the user asked for (see `launcher.asked_threads`), else its share of the usable cores.
+    `tf32`: fp32 products on a GPU round their factors to 10 bits of mantissa. `cudnn_benchmark`: convolutions take what is
+    quickest when their shape is first seen, maybe something else in the next process. `deterministic`: only kernels that add
+    up in a fixed order; torch raises RuntimeError where it has none.
+    `broadcast_buffers`: DDP copies the main process's buffers to the others, for networks whose training changes them.
+    `collective_timeout`: what a lost or hanging peer costs, in seconds (gloo's own: 1800); what one process does while the
+    others wait may take longer, see `waited_for`.
 
-    Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP
-    (FSDP, DeepSpeed, Megatron, TPU, a dynamo backend).
+    Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP.
     """
     stop_with_launcher()
     on_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
@@ -161,8 +157,7 @@ def check_tracker(name: str) -> None:
 
 def on_main_process(accelerator: Accelerator, what: str, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
     """Calls `function` on the main process alone, for which the others wait; `what` is this work. What fails there fails on
-    every rank: a UserError, which a failure to write and memory that runs out become, on all alike; anything else as it is, on
-    the others as FailedElsewhere."""
+    every rank: as a UserError, which failures to write and memory that runs out become, else as FailedElsewhere."""
     failure: Exception | None = None
     if accelerator.is_main_process:
         try:
@@ -227,8 +222,8 @@ def main_process_first(accelerator: Accelerator, what: str) -> Iterator[None]:
 
 
 def agree(accelerator: Accelerator, what: str, problem: str | None, *, alike: bool = False) -> None:
-    """Waits until all processes have come from the work `what`, and raises UserError on all of them where one has a problem:
-    the first one's. Every process must call it. `alike` as in `together`."""
+    """Raises UserError on all processes where one has a `problem`, the first one's. Every process must call it after the work
+    `what`, and waits for the others. `alike` as in `together`."""
     _meet(accelerator, what, None if problem is None else UserError(problem), alike=alike)
 
 
@@ -259,8 +254,7 @@ def _alone(what: str) -> Iterator[None]:
 
 
 def needs_all(what: str) -> None:
-    """Raises RuntimeError inside `together` and its kin, where other processes may wait and would never come: also in one
-    process, so that tests see it."""
+    """Raises RuntimeError inside `together` and its kin, where other processes would never come; in one process too."""
     if (alone := _works_alone.get()) is not None:
         raise RuntimeError(f"{what} needs all processes, inside {alone!r}, at which each works alone")
 

@@ -132,11 +132,9 @@ def _call_at_end(status: int) -> None:
 
 
 def parse_early(parse_args: Callable[[], T], nothing_to_do: Callable[[T], str | None] = lambda options: None) -> T:
-    """The options of this process's command line, for a script that asks for them above its heavy imports: neither `--help` nor
-    a mistake in the command should wait for these, and packages that are missing are named together.
-
-    Where `nothing_to_do` gives a line, it is printed, and the process ends with status 0.
-    """
+    """The options of this process's command line, asked for above the heavy imports of a script: --help, a mistake and missing
+    packages are not to wait for these. Where `nothing_to_do` gives a line, it is printed, and the process ends with status
+    0."""
     sys.excepthook = _tell_of_interrupt
     try:
         options = parse_args()
@@ -163,8 +161,7 @@ def loading_libraries(options: Any) -> Bar:
 
 
 def leave_progress_to_us(options: Any) -> None:
-    """Without a terminal, and with --quiet, other libraries show no bars: they would fill a log with carriage returns. Before
-    these libraries are imported; what the user has set wins."""
+    """Other libraries show no bars in logs or with --quiet. Before these are imported; what the user has set wins."""
     if getattr(options, "quiet", False) or not sys.stderr.isatty():
         for library in ("HF_HUB", "HF_DATASETS"):
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")

@@ -18,10 +18,7 @@ _explain: Callable[[], str] | None = None
 
 
 class UserError(Exception):
-    """Ends a script with its message as one clear line and exit status 2, before the first update.
-
-    Whichever rank meets it first prints it (see `entrypoint.run_script`).
-    """
+    """Ends a script with its message as one clear line and exit status 2: see `entrypoint.run_script`."""
 
 
 class FailedElsewhere(Exception):
@@ -29,8 +26,7 @@ class FailedElsewhere(Exception):
 
 
 class LostProcess(Exception):
-    """Ends a script with its message as one clear line and the exit status of a crash: a process for which this one waited has
-    ended, or hangs."""
+    """A process for which this one waited has ended, or hangs: one clear line, and the exit status of a crash."""
 
 
 def one_line(error: BaseException) -> str:

@@ -27,10 +27,8 @@ def log_in() -> str:
 
 
 def told(error: BaseException, name: str, kind: str) -> str:
-    """Returns what to say of `error`, which came while `name` was loaded; `kind`: "dataset" or "model".
-
-    Known causes are told with what to do; of the rest, its own words and its last cause.
-    """
+    """What to say of `error`, which came while `name`, a `kind` ("dataset" or "model"), was loaded; with advice if it is
+    known."""
     from huggingface_hub import get_token
 
     is_here = os.path.exists(name)

@@ -18,8 +18,7 @@ PNG_END = b"IEND\xae\x42\x60\x82"
 
 
 def to_pil(image: torch.Tensor) -> Image.Image:
-    """Makes a PIL image of an uint8 [C, H, W] tensor, C = 1 (mode L), 2 (LA), 3 (RGB) or 4 (RGBA), or of a uint16 [1, H, W] one
-    (I;16). Raises ValueError."""
+    """PIL's image of uint8 [1 to 4, H, W] (modes L, LA, RGB, RGBA) or uint16 [1, H, W] (I;16). Raises ValueError."""
     most = {torch.uint8: 4, torch.uint16: 1}.get(image.dtype, 0)
     if image.ndim != 3 or not 1 <= image.shape[0] <= most:
         raise ValueError(f"expected uint8 [1 to 4, H, W] or uint16 [1, H, W], got {image.dtype} {list(image.shape)}")
@@ -79,11 +78,9 @@ def is_complete_image(path: Path, shape: tuple[int, int, int]) -> bool:
 
 
 def make_grid(images: torch.Tensor, columns: int | None = None, padding: int = 2) -> Image.Image:
-    """uint8 [n, C, H, W] as one RGB image, row by row; by default about as many columns as rows.
-
-    Small images are enlarged by a whole factor to about 64 pixels, each pixel a sharp square. What is transparent shows the
-    gray background. Of more than 4 channels each is shown in gray, beside the one before it.
-    """
+    """uint8 [n, C, H, W] as one RGB image, row by row; by default about as many columns as rows. Small images are enlarged by
+    a whole factor to about 64 pixels. What is transparent shows the gray background. Of more than 4 channels each is shown in
+    gray, beside the one before it."""
     if images.shape[1] > 4:
         images = images.transpose(1, 2).flatten(2)[:, None]  # [n, 1, H, C W]
     columns = columns or math.ceil(math.sqrt(len(images)))
@@ -112,8 +109,7 @@ def side_by_side(
 
 
 def denoising_path(path: torch.Tensor, captions: Sequence[str]) -> Image.Image:
-    """Returns the way from noise to image, uint8 [n, T, C, H, W]: one row per image, one column per timestep, each with its
-    caption."""
+    """The way from noise to image, uint8 [n, T, C, H, W]: a row per image, a column with a caption per timestep."""
     grid = make_grid(path.flatten(0, 1), columns=path.shape[1])
     return _captioned(grid, captions)
 

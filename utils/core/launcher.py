@@ -57,11 +57,8 @@ def stop_with_launcher() -> None:
 
 
 def asked_threads() -> int | None:
-    """Returns the threads per process that the user asked for, by OMP_NUM_THREADS or --num_cpu_threads_per_process.
-
-    None where nobody asked. Launchers set OMP_NUM_THREADS for their children where the user did not, `accelerate launch` to 1
-    or the machine's cores, torchrun to 1. The launcher's own environment tells whether the user did.
-    """
+    """Returns the threads per process that the user asked for, by OMP_NUM_THREADS or --num_cpu_threads_per_process; None where
+    nobody did. Launchers set OMP_NUM_THREADS for their children themselves, so it is their own environment that tells."""
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is one number for each nested level
     if not threads.isdecimal() or int(threads) < 1:
         return None
@@ -75,10 +72,8 @@ def asked_threads() -> int | None:
 
 
 def lone_process(num_processes: int, on_cpu: bool) -> str | None:
-    """Returns a warning where this is one process alone, though `accelerate launch` was asked for several; None elsewhere.
-
-    With --cpu, or with a config file of one GPU, it starts one process, and leaves MASTER_ADDR for the others in vain.
-    """
+    """Returns a warning where this process is alone, though `accelerate launch` was asked for several: with --cpu, or with a
+    config file of one GPU, it starts one, and leaves MASTER_ADDR for the others in vain. None elsewhere."""
     if num_processes > 1 or "MASTER_ADDR" not in os.environ or (asked := _asked_processes(launcher_words())) < 2:
         return None
     command = "ACCELERATE_USE_CPU=true " * on_cpu + f"accelerate launch --multi_gpu --num_processes {asked} ..."
@@ -102,8 +97,7 @@ def _asked_processes(words: list[str]) -> int:
 
 
 def refuse_launch() -> None:
-    """Raises UserError for what a launcher's settings ask for and no script here can do; Accelerate would end in a traceback
-    or, on a CPU, leave it out without a word."""
+    """Raises UserError for settings of a launcher that no script here can follow; Accelerate may ignore them silently."""
     refuse_lone_variables()
     for variable, name in UNSUPPORTED.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
@@ -150,8 +144,8 @@ def _unknown_address() -> str:
 
 @contextlib.contextmanager
 def said_while_waiting(after: float = 10.0, again: float = 60.0) -> Iterator[None]:
-    """Inside, while the processes of a launcher find each other: says after `after` seconds for what this one waits, and every
-    `again` seconds; and a signal that stops the process does so, though it waits in code that lets no handler run."""
+    """While the processes of a launcher find each other: says after `after` seconds, and every `again` seconds, for what this
+    one waits; and a signal stops the process, though it waits in code that lets no handler run."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield
         return
@@ -209,8 +203,7 @@ def check_accumulation(asked: int) -> None:
 
 
 def check_precision(asked: str | None, on_cpu: bool) -> str | None:
-    """Returns the precision: what the script was asked for, else what `accelerate launch` was. Raises UserError for one that
-    cannot work."""
+    """Returns the script's precision, else that of `accelerate launch`. Raises UserError for one that cannot work."""
     precision = asked or os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() or None
     where = "--mixed_precision" if asked else "the launcher's mixed_precision"
     if on_cpu and precision == "fp16":

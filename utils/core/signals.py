@@ -52,11 +52,9 @@ def signals_held() -> Iterator[None]:
 
 
 class StopSignal:
-    """Remembers SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a terminal that was closed); a second SIGINT ends the process at once.
-
-    The ranks agree through an all-reduce of one byte over a gloo group of their own: it runs while the next update computes,
-    so that it neither waits for the accelerator nor makes it wait. Its answer is one update late, on all ranks alike.
-    """
+    """Remembers SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a terminal that was closed); a second SIGINT ends the process at once. The
+    ranks agree by an all-reduce of one byte over a gloo group of their own, while the next update computes: nobody waits, and
+    the answer is one update late, on all ranks alike."""
 
     def __init__(self, num_processes: int, collective_timeout: float = 600.0, *, tells: bool = True):
         """`tells`: whether this process prints that a signal came."""

@@ -1,5 +1,4 @@
-"""Sizes as flags have them: of images, height before width (`--resolution 64x96`), of files (`--cache_limit 50GB`) and of runs
-(`--budget 2h`)."""
+"""Sizes in flags: of images (`--resolution 64x96`: height x width), files (`--cache_limit 50GB`), runs (`--budget 2h`)."""
 
 import re
 from typing import NamedTuple
@@ -24,11 +23,6 @@ class Size(NamedTuple):
     def resolution(self) -> int | str:
         """As `--resolution` has it, and a run's options.json: one number for a square."""
         return self.height if self.height == self.width else f"{self.height}x{self.width}"
-
-
-def read_resolution(text: str) -> int | str:
-    """Returns what `text` means as `Size.resolution`. Raises ValueError."""
-    return Size.of(text).resolution
 
 
 def read_bytes(text: str) -> int:

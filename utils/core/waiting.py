@@ -8,6 +8,7 @@ through which the processes have found each other, for that may lie in a launche
 import contextlib
 import faulthandler
 import ipaddress
+import json
 import os
 import socket
 import sys
@@ -34,19 +35,11 @@ _WORKS, _ENDED = "works", "ended"  # states
 
 
 class Sign(NamedTuple):
-    """The newest sign of life of a process."""
+    """The newest sign of life of a process, JSON in the store."""
 
     tick: int  # grows with each one
     number: int  # of waits that it has come to
     state: str
-
-    @classmethod
-    def read(cls, value: bytes) -> "Sign":
-        tick, number, state = value.decode().split()
-        return cls(int(tick), int(number), state)
-
-    def value(self) -> str:
-        return " ".join(map(str, self))
 
 
 class Waiting:
@@ -71,15 +64,12 @@ class Waiting:
         threading.Thread(target=self._live, name="signs of life", daemon=True).start()
 
     def meet(self, what: str, words: str, longest: float) -> list[str]:
-        """Returns the `words` of all processes once all have called it. `what`: the work that they come from.
-
-        Raises LostProcess where a process ends or gives no sign of life, or comes more than `longest` seconds later than this
-        one.
-        """
+        """Returns the `words` of all processes once all have called it, from the work `what`. Raises LostProcess where one
+        ends, gives no sign of life, or comes more than `longest` seconds later than this one."""
         self._number += 1
         self._waits = True
         answer: Future[list[str]] = Future()
-        exchange = threading.Thread(target=self._exchange, args=(answer, self._number, _encodable(words)), daemon=True)
+        exchange = threading.Thread(target=self._exchange, args=(answer, self._number, words), daemon=True)
         exchange.start()
         look = _Look(self, what, longest)
         while True:
@@ -96,7 +86,8 @@ class Waiting:
     def _exchange(self, answer: "Future[list[str]]", number: int, words: str) -> None:
         keys = [f"{number}/{rank}" for rank in self._ranks]
         try:
-            self._store.set(keys[self._rank], words)
+            # Names of files may be no UTF-8.
+            self._store.set(keys[self._rank], words.encode(errors="backslashreplace").decode())
             if number > 2:  # whoever comes to this wait has left the one before, to which all had come from that one
                 self._store.delete_key(f"{number - 2}/{self._rank}")
             self._store.wait(keys, timedelta(seconds=2 * LONGEST))
@@ -124,13 +115,13 @@ class Waiting:
 
     def _show(self) -> None:
         self._tick += 1
-        self._signs_store.set(f"sign/{self._rank}", Sign(self._tick, self._number, self._state).value())
+        self._signs_store.set(f"sign/{self._rank}", json.dumps([self._tick, self._number, self._state]))
 
     def _read_signs(self) -> None:
         keys = {rank: f"sign/{rank}" for rank in self._ranks}
         if not self._signs_store.check(list(keys.values())):  # not all have begun
             keys = {rank: key for rank, key in keys.items() if self._signs_store.check([key])}
-        signs = dict(zip(keys, map(Sign.read, self._signs_store.multi_get(list(keys.values())))))
+        signs = {rank: Sign(*json.loads(value)) for rank, value in zip(keys, self._signs_store.multi_get(list(keys.values())))}
         self._find_places()
         gone = {rank: signs[rank]._replace(state=_ENDED) for rank, pid in self._beside.items() if _is_gone(pid)}
         self._signs = self._signs | signs | gone
@@ -169,10 +160,6 @@ class Waiting:
             self._read_signs()
             time.sleep(PERIOD / 100)
 
-    def _give_up(self) -> None:
-        """Has all processes end, also those that hang."""
-        self._try(lambda: self._signs_store.set("given up", "1"))
-
     def _try(self, call: Callable[[], object]) -> None:
         """The store may be gone, or hang."""
         with contextlib.suppress(RuntimeError, TimeoutError):
@@ -207,7 +194,7 @@ class _Look:
         for rank in missing:
             self._look_at(rank, signs[rank], passed)
         if missing and self._waited > self._longest:
-            waiting._give_up()
+            waiting._try(lambda: waiting._signs_store.set("given up", "1"))  # so all processes end, also those that hang
             self._raise(f"{_names(missing)} took {self._longest:.0f} s longer than the other processes")
         if missing and self._waited > TOLD_AFTER and not self._told:
             self._told = True
@@ -269,11 +256,6 @@ def _is_gone(pid: int) -> bool:
         return False
 
 
-def _encodable(text: str) -> str:
-    """Names of files may be no UTF-8."""
-    return text.encode(errors="backslashreplace").decode()
-
-
 def _names(ranks: list[int]) -> str:
     others = [str(rank) for rank in ranks if rank]
     names = ["the main process"] * (0 in ranks) + [f"rank{'s' * (len(others) > 1)} {', '.join(others)}"] * bool(others)
@@ -281,8 +263,7 @@ def _names(ranks: list[int]) -> str:
 
 
 class Meeting:
-    """Around a collective call between two updates and the read of what it gives, in which the host waits for the slowest
-    process; the hang watch then knows where this one is."""
+    """Around a collective call between two updates, in which the host waits for the slowest process; told to the hang watch."""
 
     active, number = False, 0
 

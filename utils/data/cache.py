@@ -25,7 +25,7 @@ from filelock import FileLock
 
 from utils.core.errors import UserError
 from utils.core.launcher import PR_SET_PDEATHSIG
-from utils.core.processors import usable_cores
+from utils.core.limits import usable_cores
 from utils.core.signals import signals_held
 from utils.core.size import Size
 from utils.data.bad_images import BadImages

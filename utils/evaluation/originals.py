@@ -59,13 +59,13 @@ def known_split(given: EvaluateOptions, images: ImageSet, source: str) -> tuple[
     names = {each.name for each in fields(DataOptions)} - HOW_IT_IS_READ
     for folder in (Path(source), Path(source).parent):
         try:
-            options = located(json.loads((folder / "options.json").read_text()), folder, DataOptions.paths())
+            options = located(json.loads((folder / "options.json").read_text()), folder, DataOptions.marked("path"))
             trained_on = DataOptions.from_record(WITHOUT | options)
             split = (options["validation_images"], options["seed"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no run, or not one of this version
             continue
         differing = {name for name in names if getattr(trained_on, name) != getattr(given, name)}
-        differing -= {n for n in DataOptions.paths() if same_place(getattr(trained_on, n), getattr(given, n))}
+        differing -= {n for n in DataOptions.marked("path") if same_place(getattr(trained_on, n), getattr(given, n))}
         return split if not differing or (differing <= set(DATA_SOURCES) and _same_content(folder, images)) else None
     return (given.validation_images, 0) if given.validation_images else None
 

@@ -3,14 +3,12 @@
 import contextlib
 import shlex
 import sys
-from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 from utils.core.errors import UserError
-from utils.options.flags import RunOptions
+from utils.options.flags import AnyRun, RunOptions
 from utils.options.parser import resolve
 
-T = TypeVar("T", bound=RunOptions)
 OF_THE_DATA = ("dataset_name", "output_dir", "resolution", "image_channels", "random_flip")  # no network's preset changes them
 OF_THE_BATCH = ("train_batch_size", "global_batch_size", "gradient_accumulation_steps")
 SETS = (
@@ -21,7 +19,7 @@ SETS = (
 )
 
 
-def chosen_by(options: T, chosen: dict[str, Any]) -> T:
+def chosen_by(options: AnyRun, chosen: dict[str, Any]) -> AnyRun:
     """Returns the options with the `chosen` values where the user gave none: those of a preset come last."""
     made = resolve(type(options), chosen, {name: getattr(options, name) for name in options.given if name != "budget"})
     made.budget = options.budget
@@ -31,8 +29,8 @@ def chosen_by(options: T, chosen: dict[str, Any]) -> T:
 
 def repeating(options: RunOptions) -> str:
     """Returns the command line that gives `options` without --budget, but for flags of one start of a run and secrets."""
-    left_out = {each.name for each in fields(options) if each.metadata.get("once") or each.metadata.get("secret")}
-    values = {name: getattr(options, name) for name in sorted(options.given.union(SETS) - left_out)}
+    left_out = options.marked("once", "secret")
+    values = {name: getattr(options, name) for name in sorted(options.given.union(SETS).difference(left_out))}
     wanted = {name: value for name, value in vars(options).items() if name not in left_out}
     for name in SETS:  # what the others mean anyway
         fewer = {other: value for other, value in values.items() if other != name}
@@ -41,10 +39,8 @@ def repeating(options: RunOptions) -> str:
                 values = fewer
     words = []
     for name, value in values.items():
-        if value is None:  # which what excludes it means
-            continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
-        else:
+        elif value is not None:  # which what excludes it means
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return ("accelerate launch " if sys.argv[0].endswith(".py") else "") + shlex.join([sys.argv[0], *words])

@@ -5,12 +5,12 @@ A group is a class, and whoever needs some flags takes that group: `load_images(
 """
 
 import os
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from utils.core.errors import UserError
-from utils.core.size import Size, read_budget, read_bytes, read_resolution
+from utils.core.size import Size, read_budget, read_bytes
 from utils.options.parser import Options, changed, flag
 from utils.options.presets import EDM2_ABOUT, EDM2_FLAGS, FLAGS
 
@@ -19,7 +19,6 @@ WIDEST = 0.2886  # of the averages: the mean of all updates
 MOST_WIDTHS = 1000
 
 
-@dataclass(kw_only=True)
 class DataOptions(Options):
     """data"""
 
@@ -55,7 +54,7 @@ class DataOptions(Options):
     resolution: int | str = flag(
         64,
         "images get this size in pixels; 64x96: height x width; one size for all (64)",
-        reads=read_resolution,
+        reads=lambda text: Size.of(text).resolution,
         words="a number of pixels, or two as height x width, such as 64x96",
     )
     image_channels: int = flag(3, "1: gray, 2: gray with alpha, 3: RGB, 4: RGBA; more for arrays (3)", at_least=1)
@@ -72,7 +71,6 @@ class DataOptions(Options):
         return (self.image_channels, *Size.of(self.resolution))
 
 
-@dataclass(kw_only=True)
 class TrainingDataOptions(DataOptions):
     """data"""
 
@@ -90,7 +88,6 @@ class TrainingDataOptions(DataOptions):
     validation_images: int = flag(0, "number of images for the validation loss; they are not trained on (0)", at_least=0)
 
 
-@dataclass(kw_only=True)
 class LatentOptions(Options):
     """latents"""
 
@@ -107,7 +104,6 @@ class LatentOptions(Options):
     )
 
 
-@dataclass(kw_only=True)
 class TrainingOptions(Options):
     """training"""
 
@@ -136,15 +132,11 @@ class TrainingOptions(Options):
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time", free=True)
     compile: bool = flag(False, "torch.compile the network; turned off if the compiled gradients are wrong", free=True)
     channels_last: bool | None = flag(
-        None,
-        "channels-last memory format (on for a GPU with --compile; EDM2: on for a GPU)",
-        free=True,
+        None, "channels-last memory format (on for a GPU with --compile; EDM2: on for a GPU)", free=True
     )
     tf32: bool = flag(True, "fp32 products on a GPU in TF32 (on)", free=True)
     cudnn_benchmark: bool = flag(
-        True,
-        "try several cuDNN algorithms and use the fastest; off with --deterministic (on)",
-        free=True,
+        True, "try several cuDNN algorithms and use the fastest; off with --deterministic (on)", free=True
     )
     deterministic: bool = flag(
         False, "kernels that give the same bits each time; without it, a resumed run on a GPU has other rounding", free=True
@@ -179,7 +171,6 @@ class TrainingOptions(Options):
     )
 
 
-@dataclass(kw_only=True)
 class OptimizerOptions(Options):
     """optimizer and learning rate"""
 
@@ -201,7 +192,6 @@ class OptimizerOptions(Options):
     l1_weight: float = flag(0.0, "weight of an L1 penalty on kernels (0)", at_least=0)
 
 
-@dataclass(kw_only=True)
 class EMAOptions(Options):
     """EMA of the weights"""
 
@@ -230,7 +220,6 @@ class EMAOptions(Options):
         return (len(self.ema_widths) if self.ema_type == "power" else 1) if self.use_ema else 0
 
 
-@dataclass(kw_only=True)
 class ReportOptions(Options):
     """logging, validation and samples"""
 
@@ -288,7 +277,6 @@ class ReportOptions(Options):
         return [name for name in dict.fromkeys(names) if name not in ("", "none")]
 
 
-@dataclass(kw_only=True)
 class OutputOptions(Options):
     """output, checkpoints and resuming"""
 
@@ -322,7 +310,6 @@ PIPELINE_DECIDES = (
 )
 
 
-@dataclass(kw_only=True)
 class PretrainedOptions(Options):
     """network"""
 
@@ -346,7 +333,6 @@ class PretrainedOptions(Options):
             raise UserError(f"--{name} and --pretrained: the pipeline has its own network\nleave one of the two out")
 
 
-@dataclass(kw_only=True)
 class RunOptions(
     PretrainedOptions,
     TrainingDataOptions,
@@ -363,16 +349,8 @@ class RunOptions(
     sampling_flag: ClassVar[str]
     basics: ClassVar[tuple[str, ...]] = (
         *("dataset_name", "train_data_dir", "resolution", "image_channels", "random_flip", "validation_images"),
-        *(
-            "budget",
-            "model_preset",
-            "class_conditional",
-            "pretrained",
-            "train_batch_size",
-            "max_train_steps",
-            "mixed_precision",
-        ),
-        *("learning_rate", "output_dir", "resume_from_checkpoint"),
+        *("budget", "model_preset", "class_conditional", "pretrained", "train_batch_size", "max_train_steps"),
+        *("mixed_precision", "learning_rate", "output_dir", "resume_from_checkpoint"),
     )
     if TYPE_CHECKING:  # flags of each script, with its own choices
         sampler: Any = None
@@ -387,6 +365,13 @@ class RunOptions(
         "rescale_betas_zero_snr": ("snr_gamma",),  # which would not train the last timestep
         "pretrained": PIPELINE_DECIDES,
     }
+    conflicts: ClassVar[tuple[tuple[str, str, str], ...]] = (  # flags that do not go together, and why
+        ("balanced_sampling", "streaming", "a stream is read in blocks of any images"),
+        ("vae", "streaming", "a stream is read in blocks of any images"),
+        ("color_jitter", "vae", "images are encoded once, before the training"),
+        ("augment_probability", "vae", "images are encoded once, before the training"),
+        ("latent_scale", "pretrained", "a pipeline of latents has its own scale, and one of images has no latents"),
+    )
 
     @property
     def micro_batch_size(self) -> int:
@@ -407,61 +392,46 @@ class RunOptions(
         return "digits16" if not names_data or given.get("dataset_name") == "digits" else cls.usual_preset
 
     def check(self) -> None:
+        by_budget = [name for name in ("max_train_steps", "num_epochs", "pretrained", "vae") if name in self.given]
+        problem = ""
         if not self.dataset_name and not self.train_data_dir:
-            raise UserError(
-                "no data was given\n"
-                "set --dataset_name NAME or --train_data_dir FOLDER (for digits, give neither a model nor data)"
-            )
-        if os.path.isabs(self.logging_dir) or ".." in self.logging_dir.split(os.sep):
-            raise UserError(
-                f"--logging_dir {self.logging_dir} is not inside --output_dir\nset a relative path, for example logs"
-            )
-        if self.train_batch_size == "auto" and self.global_batch_size is None:
-            raise UserError("--train_batch_size auto needs to know how many images an update has\nset --global_batch_size")
-        if self.train_batch_size == "auto" and "gradient_accumulation_steps" in self.given:
-            raise UserError(
-                "--train_batch_size auto and --gradient_accumulation_steps do not go together\n"
-                "leave out --gradient_accumulation_steps: auto computes it"
-            )
-        if self.color_jitter and self.image_channels > 4:
-            raise UserError(
-                f"--color_jitter needs gray or RGB, and --image_channels is {self.image_channels}\nleave out --color_jitter"
-            )
-        for name in ("max_train_steps", "num_epochs", "pretrained", "vae"):
-            if self.budget is not None and name in self.given:
-                raise UserError(f"--budget and --{name} do not go together: leave one of the two out")
+            problem = "no data was given\n"
+            problem += "set --dataset_name NAME or --train_data_dir FOLDER (for digits, give neither a model nor data)"
+        elif os.path.isabs(self.logging_dir) or ".." in self.logging_dir.split(os.sep):
+            problem = f"--logging_dir {self.logging_dir} is not inside --output_dir\nset a relative path, for example logs"
+        elif self.train_batch_size == "auto" and self.global_batch_size is None:
+            problem = "--train_batch_size auto needs to know how many images an update has\nset --global_batch_size"
+        elif self.train_batch_size == "auto" and "gradient_accumulation_steps" in self.given:
+            problem = "--train_batch_size auto and --gradient_accumulation_steps do not go together\n"
+            problem += "leave out --gradient_accumulation_steps: auto computes it"
+        elif self.color_jitter and self.image_channels > 4:
+            problem = f"--color_jitter needs gray or RGB, not --image_channels {self.image_channels}\nleave out --color_jitter"
+        elif self.budget is not None and by_budget:
+            problem = f"--budget and --{by_budget[0]} do not go together: leave one of the two out"
+        elif self.eval_steps and self.eval_images < FEWEST_IMAGES:
+            problem = f"--eval_images must be a whole number of at least {FEWEST_IMAGES}; got {self.eval_images}\n"
+            problem += "set --eval_images, or leave --eval_steps out"
+        elif self.best_metric != "loss" and not self.eval_steps:
+            problem = f"--best_metric {self.best_metric} is measured on samples, and --eval_steps is 0\nset --eval_steps"
+        elif self.early_stopping_patience and self.best_metric == "loss" and not self.validation_images:
+            problem = "--early_stopping_patience needs a validation loss\nset --validation_images (or --best_metric fd)"
+        if problem:
+            raise UserError(problem)
         self.check_latents()
-        if self.eval_steps and self.eval_images < FEWEST_IMAGES:
-            raise UserError(
-                f"--eval_images must be a whole number of at least {FEWEST_IMAGES}; got {self.eval_images}\n"
-                "set --eval_images, or leave --eval_steps out"
-            )
-        if self.best_metric != "loss" and not self.eval_steps:
-            raise UserError(f"--best_metric {self.best_metric} is measured on samples, and --eval_steps is 0\nset --eval_steps")
-        if self.early_stopping_patience and self.best_metric == "loss" and not self.validation_images:
-            raise UserError("--early_stopping_patience needs a validation loss\nset --validation_images (or --best_metric fd)")
         super().check()
 
     def check_latents(self) -> None:
-        """Raises UserError where flags do not go together with latents, or need them, or with a stream."""
-        for name in ("balanced_sampling", "vae"):
-            if self.streaming and getattr(self, name):
-                raise UserError(f"--{name} and --streaming: a stream is read in blocks of any images\nleave one of the two out")
-        if self.latent_scale is not None and self.pretrained is not None:
-            raise UserError(
-                "--latent_scale and --pretrained: a pipeline of latents has its own scale, and one of images has no latents\n"
-                "leave --latent_scale out"
-            )
-        if self.vae is None:
-            if self.latent_scale is not None:
-                raise UserError("--latent_scale is for latents\nset --vae, or leave --latent_scale out")
-            return
-        for name in ("color_jitter", "augment_probability"):
-            if getattr(self, name):
-                raise UserError(f"--{name} and --vae: images are encoded once, before the training\nleave out --{name}")
+        """Raises UserError for `conflicts`, and where flags need latents."""
+        for name, other, why in self.conflicts:
+            if getattr(self, name) and getattr(self, other):
+                raise UserError(f"--{name} and --{other}: {why}\nleave one of the two out")
+        if self.vae is None and self.latent_scale is not None:
+            raise UserError("--latent_scale is for latents\nset --vae, or leave --latent_scale out")
 
 
-@dataclass(kw_only=True)
+AnyRun = TypeVar("AnyRun", bound=RunOptions)
+
+
 class ClassOptions(Options):
     """classes"""
 
@@ -483,7 +453,6 @@ class ClassOptions(Options):
             )
 
 
-@dataclass(kw_only=True)
 class DDPMNetworkOptions(Options):
     """network"""
 
@@ -504,7 +473,6 @@ class DDPMNetworkOptions(Options):
     )
 
 
-@dataclass(kw_only=True)
 class DDPMDiffusionOptions(Options):
     """diffusion"""
 
@@ -524,7 +492,6 @@ class DDPMDiffusionOptions(Options):
     )
 
 
-@dataclass(kw_only=True)
 class DDPMSamplingOptions(Options):
     """logging, validation and samples"""
 
@@ -536,12 +503,12 @@ class DDPMSamplingOptions(Options):
     )
 
 
-@dataclass(kw_only=True)
 class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOptions, DDPMSamplingOptions):
     """train_ddpm.py"""
 
     presets, script, network_flags = FLAGS, "train_ddpm", _DDPM_NETWORK
     sampling_flag: ClassVar[str] = "--ddpm_num_inference_steps"
+    conflicts = (*RunOptions.conflicts, ("spectral_norm", "gradient_checkpointing", "the two do not work together"))
 
     @property
     def sampling_steps(self) -> int | None:
@@ -555,8 +522,6 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
         super().check()
         if self.label_dropout != type(self).label_dropout and not self.class_conditional:
             raise UserError("--label_dropout needs a network with classes\nset --class_conditional")
-        if self.spectral_norm and self.gradient_checkpointing:
-            raise UserError("--spectral_norm and --gradient_checkpointing do not work together\nleave one of the two out")
         self._check_objective()
 
     def _check_objective(self) -> None:
@@ -583,7 +548,6 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
             raise UserError("--pretrained cannot be continued by --objective flow\nleave one of the two out")
 
 
-@dataclass(kw_only=True)
 class EDM2NetworkOptions(Options):
     """network"""
 
@@ -596,7 +560,6 @@ class EDM2NetworkOptions(Options):
     force_weight_norm: bool = flag(True, "scale each weight vector to unit variance after each update (yes)")
 
 
-@dataclass(kw_only=True)
 class EDM2DiffusionOptions(Options):
     """diffusion"""
 
@@ -605,7 +568,6 @@ class EDM2DiffusionOptions(Options):
     sigma_data: float = flag(0.5, "standard deviation of the images in [-1, 1] (0.5)", above=0)
 
 
-@dataclass(kw_only=True)
 class EDM2SamplingOptions(Options):
     """logging, validation and samples"""
 
@@ -613,7 +575,6 @@ class EDM2SamplingOptions(Options):
     num_inference_steps: int | None = flag(None, "sampling steps (32)", at_least=1, free=True)
 
 
-@dataclass(kw_only=True)
 class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOptions, EDM2SamplingOptions):
     """train_edm2.py"""
 
@@ -657,38 +618,37 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
 # ---- the other scripts
 
 
-@dataclass(kw_only=True)
-class GenerateOptions(Options):
+class SampledOptions(Options):
+    """how images are made"""
+
+    sampler: AnySampler | None = flag(None, "(ddim; heun for EDM2, or dpmsolver++; euler for flow matching, or heun)")
+    num_inference_steps: int | None = flag(
+        None, "denoising steps (50; with ddpm all that were trained; 32 for EDM2; with euler 50, with heun 25)", at_least=1
+    )
+    class_labels: list[str] | None = flag(None, "make images of these classes in turn: names, or numbers from '#0' on (all)")
+    guidance: float = flag(1.0, "strength of the guidance; 1: off (1)", at_least=0)
+    guide_pipeline: str | None = flag(
+        None, "autoguidance: a smaller or less trained pipeline of the same data (the model without classes)"
+    )
+    batch_size: int = flag(64, "images at once per process (64)", at_least=1)
+    mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "precision of the network (no)")
+    cpu_threads: int = flag(1, "on a CPU, threads per process (1)", at_least=1, below=1025)
+    quiet: bool = flag(False, "show no progress")
+
+
+class GenerateOptions(SampledOptions):
     """the images"""
 
     pipeline: str = flag(MISSING, "folder or Hub name of a diffusers pipeline, unconditional or of these scripts")
     output_dir: Path = flag(MISSING, "folder for the images")
     num_images: int = flag(MISSING, "number of images", at_least=1)
-    seed: int = flag(0, "another seed gives another set of images (default: 0)")
-    batch_size: int = flag(64, "images at once per process (default: 64)", at_least=1)
-    sampler: AnySampler | None = flag(None, "default: ddim; heun for EDM2 (or dpmsolver++); euler for flow matching (or heun)")
-    num_inference_steps: int | None = flag(
-        None,
-        "denoising steps (default: 50; with ddpm all that were trained; 32 for EDM2; with euler 50, with heun 25)",
-        at_least=1,
-    )
-    class_labels: list[str] | None = flag(
-        None, "make images of these classes in turn: names, or numbers from '#0' on (default: all)"
-    )
+    seed: int = flag(0, "another seed gives another set of images (0)")
     bits: Literal[8, 16] | None = flag(
-        None, "bits of each value in the files (default: 16 for a run with --preserve_input_precision, else 8)"
+        None, "bits of each value in the files (16 for a run with --preserve_input_precision, else 8)"
     )
-    guidance: float = flag(1.0, "strength of the guidance; 1: off (default: 1)", at_least=0)
-    guide_pipeline: str | None = flag(
-        None, "autoguidance: a smaller or less trained pipeline of the same data (default: the model without classes)"
-    )
-    mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "precision of the network (default: no)")
     compile: bool = flag(False, "torch.compile the network: takes a minute, useful for thousands of images")
-    cpu_threads: int = flag(1, "on a CPU, threads per process (default: 1)", at_least=1, below=1025)
-    quiet: bool = flag(False, "show no progress")
 
 
-@dataclass(kw_only=True)
 class EvaluatedOptions(Options):
     """what is evaluated"""
 
@@ -700,19 +660,9 @@ class EvaluatedOptions(Options):
         None, "images per pipeline and seed (as many as the reference, up to 10,000)", at_least=FEWEST_IMAGES
     )
     seeds: list[int] = flag([0], "make one set of images for each of these seeds (0)")
-    sampler: AnySampler | None = flag(None, "(ddim; heun for EDM2, or dpmsolver++; euler for flow matching, or heun)")
-    num_inference_steps: int | None = flag(
-        None, "denoising steps (50; with ddpm all that were trained; 32 for EDM2; with euler 50, with heun 25)", at_least=1
-    )
-    class_labels: list[str] | None = flag(None, "make images of these classes in turn: names, or numbers from '#0' on (all)")
-    guidance: float = flag(1.0, "strength of the guidance; 1: off (1)", at_least=0)
-    guide_pipeline: str | None = flag(None, "autoguidance: a smaller or less trained pipeline (the model without classes)")
     validation_images: int = flag(
         0, "number of validation images of the training, if --pipeline is not a run of these scripts (0)", at_least=0
     )
-    batch_size: int = flag(64, "images at once per process (64)", at_least=1)
-    mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "precision of the network (no)")
-    cpu_threads: int = flag(1, "on a CPU, threads per process (1)", at_least=1)
 
 
 PRETRAINED_FEATURES = {  # and the weights that they need
@@ -721,7 +671,6 @@ PRETRAINED_FEATURES = {  # and the weights that they need
 }
 
 
-@dataclass(kw_only=True)
 class FeatureOptions(Options):
     """what it is measured with"""
 
@@ -734,21 +683,18 @@ class FeatureOptions(Options):
     no_classes: bool = flag(False, "do not measure the class balance, which needs a classifier")
 
 
-@dataclass(kw_only=True)
 class EvaluationOutputOptions(Options):
     """output"""
 
     output: Path | None = flag(None, "make-reference: the file to write")
     output_dir: Path | None = flag(None, "folder for evaluation.json and nearest.png (evaluation/ in the folder of the run)")
     json: bool = flag(False, "print JSON instead of tables")
-    quiet: bool = flag(False, "show no progress")
 
 
 _OF_SAMPLES = {"num_images", "seeds", "sampler", "num_inference_steps", "class_labels", "guidance", "guide_pipeline"}
 
 
-@dataclass(kw_only=True)
-class EvaluateOptions(EvaluatedOptions, FeatureOptions, EvaluationOutputOptions, DataOptions):
+class EvaluateOptions(EvaluatedOptions, SampledOptions, FeatureOptions, EvaluationOutputOptions, DataOptions):
     """evaluate.py"""
 
     basics: ClassVar[tuple[str, ...]] = (
@@ -757,40 +703,32 @@ class EvaluateOptions(EvaluatedOptions, FeatureOptions, EvaluationOutputOptions,
     )
 
     def check(self) -> None:
-        named = bool(self.dataset_name or self.train_data_dir)
+        named, makes_reference = bool(self.dataset_name or self.train_data_dir), self.command == "make-reference"
+        of_samples = [name for name in sorted(self.given & _OF_SAMPLES) if getattr(self, name) != [0]]  # seeds in a file
+        weights, problem = PRETRAINED_FEATURES.get(self.features), ""
         if named and self.reference:
-            raise UserError("the real images are given twice\nset only one of --dataset_name, --train_data_dir and --reference")
-        if not named and not self.reference:
-            raise UserError(
-                "there are no real images to compare with\n"
-                "set --dataset_name, --train_data_dir or --reference (a folder, arrays, or a file of make-reference)"
-            )
-        if self.command == "make-reference":
-            if self.output is None or self.pipeline or self.images:
-                raise UserError(
-                    "make-reference needs --output, and does not use --pipeline or --images\n"
-                    "give only the real images and --output FILE"
-                )
-        elif not self.pipeline and not self.images:
-            raise UserError("there is nothing to evaluate\nset --pipeline or --images")
-        if not self.pipeline and not self.command:
-            for each in fields(EvaluatedOptions):
-                default = each.default if each.default_factory is MISSING else each.default_factory()
-                if each.name in _OF_SAMPLES and getattr(self, each.name) != default:
-                    raise UserError(f"--{each.name} is for --pipeline, and only --images is set\nleave --{each.name} out")
-        if self.command != "make-reference" and self.output is not None:
-            raise UserError("--output is for make-reference\nset --output_dir, or evaluate.py make-reference --output FILE")
-        weights = PRETRAINED_FEATURES.get(self.features)
-        if weights is not None and self.feature_weights is None:
-            raise UserError(f"--features {self.features} needs weights\nset --feature_weights to {weights}")
-        if weights is None and self.feature_weights is not None:
-            raise UserError(
-                f"--feature_weights is not for --features {self.features}\n"
-                f"set --features to {' or '.join(PRETRAINED_FEATURES)}, or leave --feature_weights out"
-            )
+            problem = "the real images are given twice\nset only one of --dataset_name, --train_data_dir and --reference"
+        elif not named and not self.reference:
+            problem = "there are no real images to compare with\n"
+            problem += "set --dataset_name, --train_data_dir or --reference (a folder, arrays, or a file of make-reference)"
+        elif makes_reference and (self.output is None or self.pipeline or self.images):
+            problem = "make-reference needs --output, and does not use --pipeline or --images\n"
+            problem += "give only the real images and --output FILE"
+        elif not makes_reference and not self.pipeline and not self.images:
+            problem = "there is nothing to evaluate\nset --pipeline or --images"
+        elif not makes_reference and not self.pipeline and of_samples:
+            problem = f"--{of_samples[0]} is for --pipeline, and only --images is set\nleave --{of_samples[0]} out"
+        elif not makes_reference and self.output is not None:
+            problem = "--output is for make-reference\nset --output_dir, or evaluate.py make-reference --output FILE"
+        elif weights is not None and self.feature_weights is None:
+            problem = f"--features {self.features} needs weights\nset --feature_weights to {weights}"
+        elif weights is None and self.feature_weights is not None:
+            problem = f"--feature_weights is not for --features {self.features}\n"
+            problem += f"set --features to {' or '.join(PRETRAINED_FEATURES)}, or leave --feature_weights out"
+        if problem:
+            raise UserError(problem)
 
 
-@dataclass(kw_only=True)
 class DiagnosedOptions(Options):
     """what is diagnosed"""
 
@@ -819,7 +757,6 @@ class DiagnosedOptions(Options):
     watch_updates: int | None = flag(None, "stop the script after this many updates", at_least=1)
 
 
-@dataclass(kw_only=True)
 class DiagnoseOptions(DiagnosedOptions, DataOptions):
     """diagnose.py"""
 
@@ -830,28 +767,20 @@ class DiagnoseOptions(DiagnosedOptions, DataOptions):
 
     def check(self) -> None:
         named = [self.run is not None, self.pipeline is not None, bool(self.dataset_name or self.train_data_dir)]
+        wrong, others = any(named), "together with a run, --pipeline or a dataset\nleave these out"
         if self.watch is not None:
-            if any(named):
-                raise UserError("--watch SCRIPT does not go together with a run, --pipeline or a dataset\nleave these out")
-            return
-        if self.compare:
-            if any(named) or len(self.compare) != 2:
-                raise UserError(
-                    "--compare needs two runs, and does not go together with a run, --pipeline or a dataset\nleave these out"
-                )
-            return
-        if self.cache or self.prune_cache is not None:
-            if any(named):
-                raise UserError(
-                    "--cache and --prune_cache do not go together with a run, --pipeline or a dataset\n"
-                    "leave these out; --cache_dir sets where the packed images are"
-                )
-            return
-        if named not in ([True, False, False], [False, True, True], [False, False, True]):
-            raise UserError(
-                "these flags do not say what to diagnose\n"
-                "give the folder of a run, or --pipeline with --dataset_name or --train_data_dir, or only a dataset"
-            )
+            problem = f"--watch SCRIPT does not go {others}"
+        elif self.compare:
+            wrong |= len(self.compare) != 2
+            problem = f"--compare needs two runs, and does not go {others}"
+        elif self.cache or self.prune_cache is not None:
+            problem = f"--cache and --prune_cache do not go {others}; --cache_dir sets where the packed images are"
+        else:
+            wrong = named not in ([True, False, False], [False, True, True], [False, False, True])
+            problem = "these flags do not say what to diagnose\ngive the folder of a run, "
+            problem += "or --pipeline with --dataset_name or --train_data_dir, or only a dataset"
+        if wrong:
+            raise UserError(problem)
 
 
 def read_widths(text: str) -> list[float]:
@@ -865,7 +794,6 @@ def read_widths(text: str) -> list[float]:
     return [round(first + i * step, 10) for i in range(int(count) + 1)]
 
 
-@dataclass(kw_only=True)
 class ReconstructionOptions(Options):
     """the average"""
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar, get_type_hints
+from typing import Any, ClassVar, NoReturn, TypeVar, dataclass_transform, get_type_hints
 
 from utils.core.errors import UserError
 from utils.core.versions import about_version
@@ -47,11 +47,16 @@ def changed(group: "type[Options]", name: str, default: Any, help: str | None = 
     return field(default=default, metadata=about if help is None else {**about, "help": help})
 
 
+@dataclass_transform(kw_only_default=True)
 @dataclass(kw_only=True)
 class Options:
-    """What all options have in common; beside the values, not among `vars`, the names of the flags that were `given`."""
+    """What all options have in common, which are dataclasses; beside the values, not among `vars`, the names of the flags that
+    were `given`."""
 
     __slots__ = ("given",)
+
+    def __init_subclass__(cls):
+        dataclass(kw_only=True)(cls)
 
     presets: ClassVar[dict[str, dict]] = {}  # name -> values, of --model_preset
     about_presets: ClassVar[str] = ""  # for `--help all`
@@ -69,28 +74,24 @@ class Options:
     def check(self) -> None:
         """Raises UserError where flags contradict each other."""
 
+    @classmethod
+    def marked(cls, *marks: str) -> list[str]:
+        """Returns the names of the flags that have any of these, such as `free` or `path`; see `flag`."""
+        return [each.name for each in fields(cls) if any(each.metadata.get(mark) for mark in marks)]
+
     def shaping(self, **computed) -> dict[str, Any]:
         """The values that shape the result, which a resumed run must not change, with `computed` facts; JSON types only."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata.get("free")}
+        values = {name: value for name, value in vars(self).items() if name not in self.marked("free")}
         return json.loads(json.dumps(values | computed))
 
     def lasting(self) -> dict[str, Any]:
         """Returns what a record has of the values that are neither secret nor of one start of a run; JSON types only."""
-        left_out = {each.name for each in fields(self) if each.metadata.get("secret") or each.metadata.get("once")}
+        left_out = self.marked("secret", "once")
         return {name: value for name, value in json.loads(json.dumps(self.recorded())).items() if name not in left_out}
-
-    @classmethod
-    def paths(cls) -> list[str]:
-        """Returns the names of the flags whose values may be paths."""
-        return [each.name for each in fields(cls) if each.metadata.get("path")]
-
-    def secrets(self) -> list[str]:
-        """Returns the values that no record may hold."""
-        return [value for each in fields(self) if each.metadata.get("secret") and (value := getattr(self, each.name))]
 
     def recorded(self) -> dict[str, Any]:
         """Returns all values by their names, sorted, secrets hidden."""
-        secret = {each.name for each in fields(self) if each.metadata.get("secret")}
+        secret = self.marked("secret")
         return {name: HIDDEN if name in secret and value else value for name, value in sorted(vars(self).items())}
 
     @classmethod
@@ -100,11 +101,8 @@ class Options:
 
 
 def parse_options(cls: type[T], description: str, argv: list[str] | None = None) -> T:
-    """Returns the options of a command line (None: this process's), over those of its --config.
-
-    Raises UserError for an unknown flag, an unknown preset, and values that no run can use. Ends the process with status 0
-    after --help, --version and --print_config.
-    """
+    """Returns the options of a command line (None: this process's), over those of its --config. Raises UserError for what no
+    run can use. Ends the process with status 0 after --help, --version and --print_config."""
     parser, values = make_parser(cls, description), values_of(cls)
     words = [spelled(word, parser) for word in (sys.argv[1:] if argv is None else argv)]
     try:
@@ -121,14 +119,13 @@ def parse_options(cls: type[T], description: str, argv: list[str] | None = None)
     filed = {}
     if path is not None:
         try:
-            once = {each.name for each in fields(cls) if each.metadata.get("once")}
-            filed = read_config(path, values, once, cls.paths())
+            filed = read_config(path, values, cls.marked("once"), cls.marked("path"))
         except KeyError as error:
             raise UserError("\n".join(about_unknown(error.args[0], values, parser, f"--config {path}: "))) from None
     options = resolve(cls, filed, given)
     if prints:
         if os.environ.get("RANK", "0") == "0":
-            secret = {each.name for each in fields(cls) if each.metadata.get("secret")}
+            secret = cls.marked("secret")
             print(config_text({name: value for name, value in vars(options).items() if name not in secret}), end="", flush=True)
         raise SystemExit(0)
     return options

@@ -37,8 +37,7 @@ def same_place(value: Any, other: Any) -> bool:
 
 
 def _places(value: str, record: Mapping[str, Any], folder: Path) -> list[str]:
-    """Where the path may be, the likeliest place first: moved together with the run, if that lies elsewhere now, and where it
-    was."""
+    """Where the path may be, the likeliest first: moved together with the run, if that lies elsewhere now, or as it was."""
     start, output_dir = record.get(WORKING_DIR), record["options"].get("output_dir")
     if not isinstance(start, str) or not isinstance(output_dir, str):
         return []

@@ -82,10 +82,18 @@ _SHORT = {  # for trainings of minutes and hours
 _SMALL = {
     "train_batch_size": 16,
     "max_train_steps": 10_000,
-    **_SHORT,
     "save_images_steps": 1000,
     "save_model_steps": 5000,
     "checkpointing_steps": 1000,
+    "checkpoints_total_limit": 3,
+}
+_DIGITS = {
+    "dataset_name": "digits",
+    "resolution": 16,
+    "image_channels": 1,
+    "validation_images": 64,
+    "train_batch_size": 32,
+    "checkpointing_steps": 600,
     "checkpoints_total_limit": 3,
 }
 FEW_IMAGES = 1000  # a set that is no larger is a small one
@@ -105,62 +113,41 @@ _FEW = {  # for 100 to 1,000 images, which are copied once each was seen some 20
     "logging_steps": 20,
 }
 _LONG = {  # for the published trainings of days
+    "random_flip": True,
     "lr_scheduler": "constant_with_warmup",
     "lr_warmup_steps": 5000,
     "adam_beta1": 0.9,
     "adam_weight_decay": 0.0,
+    "checkpointing_steps": 10_000,
+    "checkpoints_total_limit": 3,
+    "save_images_steps": 10_000,
 }
-_SELDOM = {"checkpointing_steps": 10_000, "checkpoints_total_limit": 3, "save_images_steps": 10_000}
 
 FLAGS: dict[str, dict[str, Any]] = {
     "digits16": {
-        "dataset_name": "digits",
+        **_DIGITS,
         "output_dir": "runs/digits",
-        "resolution": 16,
-        "image_channels": 1,
-        "validation_images": 64,
-        "train_batch_size": 32,
         "eval_batch_size": 36,
         "max_train_steps": 3600,
         **_SHORT,
         "save_images_steps": 1800,
         "save_model_steps": 1800,
-        "checkpointing_steps": 600,
-        "checkpoints_total_limit": 3,
         "validation_steps": 360,
         "logging_steps": 36,
     },
-    "small32": {"resolution": 32, **_SMALL},
-    "small64": {"resolution": 64, **_SMALL},
+    "small32": {"resolution": 32, **_SMALL, **_SHORT},
+    "small64": {"resolution": 64, **_SMALL, **_SHORT},
     "few": {**_FEW, **_SHORT},
     "cifar10": {
         "resolution": 32,
-        "random_flip": True,
+        **_LONG,
         "train_batch_size": 128,
         "max_train_steps": 800_000,
         "learning_rate": 2e-4,
-        **_LONG,
         "dropout": 0.1,
-        **_SELDOM,
     },
-    "celeba64": {
-        "resolution": 64,
-        "random_flip": True,
-        "train_batch_size": 128,
-        "max_train_steps": 500_000,
-        "learning_rate": 2e-4,
-        **_LONG,
-        **_SELDOM,
-    },
-    "256": {
-        "resolution": 256,
-        "random_flip": True,
-        "train_batch_size": 64,
-        "max_train_steps": 500_000,
-        "learning_rate": 2e-5,
-        **_LONG,
-        **_SELDOM,
-    },
+    "celeba64": {"resolution": 64, **_LONG, "train_batch_size": 128, "max_train_steps": 500_000, "learning_rate": 2e-4},
+    "256": {"resolution": 256, **_LONG, "train_batch_size": 64, "max_train_steps": 500_000, "learning_rate": 2e-5},
 }
 
 
@@ -176,18 +163,8 @@ _EDM2 = {
     "save_model_steps": 65_536,
     "checkpoints_total_limit": 3,
 }
-_EDM2_SMALL = {  # digits16's settings, for the smaller batches of small folders
-    "train_batch_size": 16,
-    "max_train_steps": 10_000,
-    "learning_rate": 0.01,
-    "max_grad_norm": 1.0,
-    "lr_warmup_steps": 100,
-    "lr_decay_steps": 1600,
-    "save_images_steps": 1000,
-    "save_model_steps": 5000,
-    "checkpointing_steps": 1000,
-    "checkpoints_total_limit": 3,
-}
+# Other than the paper, a norm of gradients is clipped, as train_ddpm.py does: what digits16 was tuned and measured with.
+_EDM2_SHORT = {"learning_rate": 0.01, "max_grad_norm": 1.0, "lr_warmup_steps": 100}
 # train_edm2.py's. The paper's sizes with its settings (Karras et al. 2024); small sets need smaller learning rates.
 EDM2_ABOUT = """\
   small32 and small64 are for small sets on a CPU.
@@ -197,31 +174,23 @@ EDM2_ABOUT = """\
   --lr_warmup_steps and --ema_snapshot_steps with it."""
 EDM2_FLAGS: dict[str, dict[str, Any]] = {
     "digits16": {
-        "dataset_name": "digits",
+        **_DIGITS,
         "output_dir": "runs/digits-edm2",
-        "resolution": 16,
-        "image_channels": 1,
-        "validation_images": 64,
-        "train_batch_size": 32,
         "eval_batch_size": 40,
         "max_train_steps": 2400,
-        "learning_rate": 0.01,
-        "max_grad_norm": 1.0,  # other than the paper, as train_ddpm.py: what this preset was tuned and measured with
-        "lr_warmup_steps": 100,
+        **_EDM2_SHORT,
         "lr_decay_steps": 400,
         "P_mean": -0.6,
         "P_std": 1.2,
         "sigma_data": 0.7,
         "save_images_steps": 1200,
         "save_model_steps": 1200,
-        "checkpointing_steps": 600,
-        "checkpoints_total_limit": 3,
         "validation_steps": 240,
         "logging_steps": 24,
     },
-    "small32": {"resolution": 32, **_EDM2_SMALL},
-    "small64": {"resolution": 64, **_EDM2_SMALL},
-    "few": {**_FEW, "learning_rate": 0.01, "max_grad_norm": 1.0, "lr_warmup_steps": 100, "lr_decay_steps": 400},
+    "small32": {"resolution": 32, **_SMALL, **_EDM2_SHORT, "lr_decay_steps": 1600},
+    "small64": {"resolution": 64, **_SMALL, **_EDM2_SHORT, "lr_decay_steps": 1600},
+    "few": {**_FEW, **_EDM2_SHORT, "lr_decay_steps": 400},
     "XXS": {**_EDM2, "max_train_steps": 1_048_576, "learning_rate": 0.0170},  # 2048 x 2^20 images
     "XS": {**_EDM2, "max_train_steps": 524_288, "learning_rate": 0.0120},  # 1024 x 2^20 images
     "S": {**_EDM2, "max_train_steps": 524_288, "learning_rate": 0.0100},  # 1024 x 2^20 images
@@ -239,8 +208,7 @@ def small_preset(resolution: int | str) -> str | None:
 
 
 def networks_by_size(presets: dict[str, dict], resolution: int | str, *, few: bool, on_cpu: bool) -> list[str]:
-    """Returns those of `presets` that may suit images of this size, the smallest network first: `few` for a small set, and on a
-    CPU none that was published for GPUs."""
+    """Returns those of `presets` that may suit such images, the smallest network first; on a CPU none published for GPUs."""
     small = [name for name in ("digits16", small_preset(resolution)) if name in presets]
     large = [name for name in presets if name not in ("digits16", "small32", "small64", "few")]
     names = ["few"] if few else small if on_cpu else [*small, *large]
@@ -248,10 +216,8 @@ def networks_by_size(presets: dict[str, dict], resolution: int | str, *, few: bo
 
 
 def network_for_resolution(resolution: int | str) -> str | None:
-    """Returns the preset network for images of this size, when none was named; None where no preset's levels divide the size.
-
-    Sizes that diffusers' script can train get its network, so that its command lines export the same model.
-    """
+    """Returns the network for images of this size, when none was named; None where no preset's levels divide the size. Sizes
+    that diffusers' script can train get its network, so that its command lines export the same model."""
     for name in ("256", "cifar10", "digits16"):
         if _fits(name, resolution):
             return name

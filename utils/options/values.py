@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -76,8 +77,7 @@ class Values:
         return all(INSIDE[word](value, limit) for word, limit in self.limits)
 
     def read_file(self, content: Any) -> Any:
-        """Returns the value, or the list of values, of what a YAML or JSON file holds, where all scalars are text. Raises
-        ValueError."""
+        """Returns the value or list of values of what a YAML or JSON file holds, scalars as text. Raises ValueError."""
         if content is None or content in ("", "null", "~"):
             if not self.optional:
                 raise ValueError(f"must be {self.allowed()}; got null")
@@ -90,6 +90,5 @@ class Values:
 
 
 LIMITS = {"at_least": "at least", "above": "above", "below": "below"}
-INSIDE = {"at least": lambda value, limit: value >= limit, "above": lambda value, limit: value > limit}
-INSIDE["below"] = lambda value, limit: value < limit
+INSIDE = {"at least": operator.ge, "above": operator.gt, "below": operator.lt}
 TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

@@ -68,10 +68,8 @@ def newest_checkpoint(output_dir: Path, *, every_byte: bool = True) -> tuple[Pat
 
 def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[str]]:
     """Returns the checkpoint meant by `latest`, `best`, `checkpoint-N` or a path, verified, and a line per one passed over.
-
-    `latest` takes the newest valid one, and None where the run has none yet, so that one command line can start a run and
-    continue it. Raises UserError for one that was named and is not valid, and when all of several are damaged.
-    """
+    `latest` is the newest valid one, or None where there is none yet, so that one command line can start a run and continue
+    it. Raises UserError for one that was named and is not valid, and when all of several are damaged."""
     for replaced in output_dir.glob(f"{REPLACED}checkpoint-*"):
         if not (final := output_dir / replaced.name.removeprefix(REPLACED)).exists():
             os.rename(replaced, final)

@@ -41,10 +41,8 @@ EMA_WEIGHTS = "ema.safetensors"
 
 def attach_state_hooks(accelerator: Accelerator, ema: EMA | None, state: TrainState) -> None:
     """Makes `save_state` / `load_state` handle the model, the EMA and `state` as safetensors and JSON with clean names.
-
-    Accelerate alone would store DDP's `module.` prefix, which another number of processes could not load, and its way to
-    register further objects is a pickle that is loaded without restrictions.
-    """
+    Accelerate alone would store DDP's `module.` prefix, and further objects as a pickle that is loaded without
+    restrictions."""
 
     def save(models: list[nn.Module], weights: list[dict], output_dir: str) -> None:
         weights.clear()  # tells Accelerate that the models are dealt with
@@ -75,11 +73,9 @@ def attach_state_hooks(accelerator: Accelerator, ema: EMA | None, state: TrainSt
 def save_checkpoint(
     accelerator: Accelerator, output_dir: Path, state: TrainState, *, total_limit: int | None = None
 ) -> str | None:
-    """Publishes `output_dir/checkpoint-<state.step>`. Call on all ranks; every rank gets the same answer.
-
-    Returns None, or one line that says why nothing was published: a failed save (disk full, say) harms nothing that is there.
-    `total_limit` newest checkpoints and the best one are kept; never fewer than two, since the newest can be lost to a disk.
-    """
+    """Publishes `output_dir/checkpoint-<state.step>`, on all ranks. Returns None, or one line that says why nothing was
+    published: a failed save (disk full, say) harms nothing that is there. The `total_limit` newest checkpoints and the best
+    one are kept; never fewer than two, since the newest can be lost to a disk."""
     temporary = output_dir / f".tmp-checkpoint-{state.step}"
     final = output_dir / f"checkpoint-{state.step}"
     what = f"saving {final.name}"
@@ -151,23 +147,16 @@ def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
 
 def prune_checkpoints(output_dir: Path, total_limit: int | None, newest_step: int, keep_step: int | None = None) -> None:
     """Keeps the newest max(total_limit, 2) checkpoints up to `newest_step` and `checkpoint-<keep_step>`; removes the others.
-
-    Those beyond `newest_step` always go: they are of a branch that was left when the run went on from an earlier checkpoint.
-    """
+    Those beyond `newest_step` are of a branch that was left when the run went on from an earlier checkpoint."""
     by_step = {int(path.name.removeprefix("checkpoint-")): path for path in list_checkpoints(output_dir)}
     kept = [step for step in by_step if step <= newest_step]
     if total_limit is not None:
         kept = [*kept[-max(total_limit, 2) :], keep_step]
     for step, path in by_step.items():
-        if step not in kept:
-            _discard(path)
-
-
-def _discard(path: Path) -> None:
-    """Deletes a published checkpoint; renamed first, so that a kill leaves no half of one under its final name."""
-    doomed = path.with_name(f".tmp-discarded-{path.name}")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+        if step not in kept:  # renamed first, so that a kill leaves no half of one under its final name
+            doomed = path.with_name(f".tmp-discarded-{path.name}")
+            os.rename(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def resume(

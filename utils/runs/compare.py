@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from utils.runs.ledger import HASHES, LEDGER, first_difference, read_ledger
+from utils.runs.ledger import HASHES, LEDGER, read_ledger
 from utils.runs.record import RunRecord
 
 SAME, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
@@ -34,7 +34,9 @@ class Comparison:
 def compare(first: Path, second: Path) -> Comparison:
     """Compares the runs in two folders. Raises UserError where one holds no run, or its options cannot be read."""
     records, ledgers = [RunRecord.read(folder) for folder in (first, second)], [read_ledger(first), read_ledger(second)]
-    options = _differing(*map(_settings, records))
+    was, now = map(_settings, records)
+    pairs = {name: [was.get(name, ABSENT), now.get(name, ABSENT)] for name in was | now}
+    options = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     for record, ledger in zip(records, ledgers):
         if not ledger:
             return Comparison(
@@ -50,7 +52,8 @@ def compare(first: Path, second: Path) -> Comparison:
         return Comparison(NOT_COMPARABLE, f"not comparable: no update has a line in both {LEDGER}", options=options)
     last_same = None
     for step in common:
-        if (what := first_difference(a[step], b[step])) is not None:
+        both = a[step].keys() & b[step].keys()
+        if (what := next((name for name in HASHES if name in both and a[step][name] != b[step][name]), None)) is not None:
             return Comparison(DIFFERENT, _verdict(last_same, step, what), last_same, step, what, options)
         last_same = step
     lengths = [max(ledger) for ledger in ledgers]
@@ -74,12 +77,6 @@ def _settings(record: RunRecord) -> dict:
     versions = {f"version of {name}": version for name, version in record.versions.items()}
     options = {name: value for name, value in record.options.items() if name not in WHERE_TO}
     return options | facts | versions | {"git commit": record.git_commit}
-
-
-def _differing(a: dict, b: dict) -> dict[str, list]:
-    names = [*a, *(name for name in b if name not in a)]
-    pairs = {name: [a.get(name, ABSENT), b.get(name, ABSENT)] for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _shown(value: object) -> str:

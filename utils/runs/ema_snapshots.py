@@ -66,10 +66,8 @@ class Snapshots:
 
 
 def save_snapshots(ema: PowerEMA, output_dir: Path, step: int, *, fingerprint: str, dtype: str) -> None:
-    """Writes one file for each width of `ema`, on the main process. `dtype`, of the parameters, is "fp16" or "fp32".
-
-    Raises OSError or SafetensorError when the disk does not take them; what is there stays whole.
-    """
+    """Writes a file for each width of `ema`, its parameters in `dtype` ("fp16" or "fp32"), on the main process. Raises OSError
+    or SafetensorError where the disk does not take them; what is there stays whole."""
     folder = output_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".*.tmp"):
@@ -85,8 +83,7 @@ def save_snapshots(ema: PowerEMA, output_dir: Path, step: int, *, fingerprint: s
 
 
 def remove_snapshots_beyond(output_dir: Path, step: int) -> None:
-    """To be called on the main process when a run goes on from `step`: what is beyond is of the branch that it leaves, and
-    would be mixed with its own. Raises OSError."""
+    """On the main process: removes those of the branch that a run leaves which goes on from `step`. Raises OSError."""
     for path in (output_dir / FOLDER).glob(PUBLISHED):
         if int(path.name.split("-")[0]) > step:
             path.unlink()
@@ -122,10 +119,8 @@ class Recipe:
 
 
 def recipe(snapshots: list[Snapshot], width: float, step: int | None = None) -> Recipe:
-    """For the EMA of relative `width` at `step` (the last snapshot's), from all snapshots up to it.
-
-    Raises UserError for a step that is before or beyond all snapshots, and where they add up to another average.
-    """
+    """For the EMA of relative `width` at `step` (the last snapshot's), from all snapshots up to it. Raises UserError for a
+    step outside of the snapshots, and where they add up to another average."""
     times = sorted({snapshot.step for snapshot in snapshots})
     step = times[-1] if step is None else step
     if not times[0] <= step <= times[-1]:
@@ -150,11 +145,8 @@ def recipe(snapshots: list[Snapshot], width: float, step: int | None = None) -> 
 
 @torch.no_grad()
 def reconstruct(snapshots: list[Snapshot], width: float, step: int | None = None) -> dict[str, torch.Tensor]:
-    """Weights of the average that `recipe` is for, float32 on the CPU.
-
-    Reads one tensor of one file at a time; the sums are in float64. What EMA copies instead of averaging, counters and singular
-    vectors, is the last snapshot's. Raises UserError as `recipe` does.
-    """
+    """Weights of the average that `recipe` is for, float32 on the CPU, from float64 sums over one tensor of one file at a
+    time. What EMA copies, counters and singular vectors, is the last snapshot's. Raises UserError as `recipe` does."""
     sums: dict[str, torch.Tensor] = {}
     for name, tensor, weight in _tensors(recipe(snapshots, width, step)):
         if not tensor.is_floating_point() or name.endswith(UNIT_VECTORS):
@@ -167,10 +159,8 @@ def reconstruct(snapshots: list[Snapshot], width: float, step: int | None = None
 
 
 def fp16_error(snapshots: list[Snapshot], width: float, step: int | None, made: dict[str, torch.Tensor]) -> float:
-    """Estimate from above how far snapshots in fp16 put `made`, what `reconstruct` gave, off: relative to its norm.
-
-    Narrow averages are made of large weights of both signs, in whose sum the roundings do not cancel as the averages do.
-    """
+    """Estimate from above how far snapshots in fp16 put `made`, what `reconstruct` gave, off: relative to its norm. Narrow
+    averages have large weights of both signs, in whose sum the roundings do not cancel as the averages do."""
     independent = alike = 0.0  # squares: of roundings that differ from snapshot to snapshot, and of the same in all
     for _, tensor, weight in _tensors(recipe(snapshots, width, step)):
         if tensor.dtype == torch.float16:

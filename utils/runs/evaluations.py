@@ -13,8 +13,7 @@ _NOT_SETTINGS = {"figures", "name", "reference", "validation_split", "made_by", 
 
 
 def run_of(pipeline: str) -> tuple[Path, str] | None:
-    """Returns (folder of the run that `pipeline` is or is a checkpoint of, the checkpoint's name or ""); None where it is
-    neither."""
+    """Returns (folder of the run, name of the checkpoint or "") of a `pipeline` that is one of these; None for others."""
     path = Path(pipeline)
     candidates = [(path, ""), *([(path.parent, path.name)] if path.name.startswith("checkpoint-") else [])]
     return next(((run, state) for run, state in candidates if (run / "options.json").is_file()), None)
@@ -26,10 +25,8 @@ def settings_of(result: dict) -> str:
 
 
 def write_evaluation(run: Path, state: str, step: int | None, result: dict) -> None:
-    """Puts a result of evaluate.py into the folder of the run, in the place of an earlier one of the same evaluation and state.
-
-    `state`: name of a checkpoint, "" of the exported pipeline; `step`: its update, where that is known. Raises OSError.
-    """
+    """Puts a result of evaluate.py into the folder of the run, in the place of one of the same evaluation and `state`: name of
+    a checkpoint, "" for the exported pipeline. `step`: its update, where that is known. Raises OSError."""
     about = {"state": state, "step": step, "time": time.time()}
     name = hashlib.sha256(f"{state} {settings_of(result)}".encode()).hexdigest()[:16]
     folder = run / RESULTS

@@ -128,8 +128,7 @@ class RunFolder:
                 folder.rmdir()
 
     def begin(self, options: RunOptions, resolved: dict, class_names: Sequence[str] | None = None) -> None:
-        """Deletes the run that a new one replaces, and nothing else, and records the start (see `write_options`). To be called
-        once all that could be mistaken was checked."""
+        """Deletes nothing but the run that a new one replaces, and records the start; once all mistakes were looked for."""
         if self._replaces:
             self._clear(options.logging_dir)
         (self.path / EXIT_STATUS).unlink(missing_ok=True)
@@ -157,11 +156,8 @@ class RunFolder:
         return [p for p in (*named, *self.path.glob("checkpoint-*"), *self.path.glob(".tmp-*")) if p.exists()]
 
     def write_options(self, options: Options, resolved: dict, class_names: Sequence[str] | None = None) -> None:
-        """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit, command line and working
-        folder; for a network with classes their names.
-
-        What an earlier start of the same run had recorded of itself moves to `earlier_starts`.
-        """
+        """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit, command line, working
+        folder, names of classes. What an earlier start of the same run had recorded of itself moves to `earlier_starts`."""
         path = self.path / OPTIONS
         record: dict[str, Any] = {
             "options": options.recorded(),
@@ -194,8 +190,9 @@ class RunFolder:
 def command_line(options: Options) -> str:
     """Returns the command that was given to Python, without secrets."""
     command = shlex.join(sys.argv)
-    for secret in options.secrets():
-        command = command.replace(secret, HIDDEN)
+    for name in options.marked("secret"):
+        if secret := getattr(options, name):
+            command = command.replace(secret, HIDDEN)
     return command
 
 
@@ -205,9 +202,8 @@ def differences(saved: dict, current: dict) -> list[str]:
 
 
 def as_spelled_now(saved: dict, current: dict, record: dict, folder: Path) -> dict:
-    """Returns `saved` options of the run in `folder`, whose options.json has the `record`, with the spelling that `current` has
-    of each path that leads to the same place."""
-    names = [n for n in RunOptions.paths() if n in saved and n in current]
+    """Returns `saved` options of the run in `folder`, each path that leads to the same place spelled as `current` has it."""
+    names = [n for n in RunOptions.marked("path") if n in saved and n in current]
     places = located({**record, "options": record.get("options", {}) | saved}, folder, names)
     return saved | {n: current[n] for n in names if same_place(places[n], current[n])}
 

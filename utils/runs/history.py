@@ -22,8 +22,7 @@ class History:
     """Appends to `output_dir/history.jsonl`; on the main process only (`enabled`). A full disk loses lines, not the run."""
 
     def __init__(self, output_dir: Path, *, first_step: int, enabled: bool = True, name: str = HISTORY):
-        """Keeps what was recorded up to `first_step` finished updates and drops what a killed run recorded beyond them. A run
-        that begins anew (0) keeps nothing."""
+        """Keeps what was recorded up to `first_step` updates, and drops what a killed run recorded beyond; 0 keeps nothing."""
         self.path, self.enabled = output_dir / name, enabled
         self.records: list[dict] = []
         if not enabled:
@@ -40,7 +39,7 @@ class History:
         self.records.append({"step": step, "time": time.time(), **values})
         try:
             with open(self.path, "a") as file:
-                file.write(_line(self.records[-1]))
+                file.write(json.dumps(to_json(self.records[-1])) + "\n")
         except OSError:
             pass  # the checkpoint that the same disk does not take is reported
 
@@ -99,10 +98,6 @@ def _kind(line: bytes) -> bytes:
     """What a line is of: its third word."""
     start = line.find(b",", 20) + 3
     return line[start : line.find(b'"', start)]
-
-
-def _line(record: dict) -> str:
-    return json.dumps(to_json(record)) + "\n"
 
 
 def to_json(value: Any) -> Any:

@@ -13,12 +13,7 @@ HASHES = OF_THE_UPDATE | OF_THE_STATE
 
 
 def read_ledger(run: Path) -> dict[int, dict[str, str]]:
-    """Returns hashes by update and by the names of `HASHES`; of an update that was made again, those of the last time. Empty
-    where the run has no ledger. Lines of another `VERSION` cannot be compared, and are left out."""
+    """Returns hashes by update and by the names of `HASHES`; of an update that was made again, those of the last time. Lines
+    of another `VERSION` are left out; empty where the run has no ledger."""
     lines = [line for line in read_history(run / LEDGER, most=None) if line.get("version") == VERSION]
     return {line["step"]: {name: line[name] for name in HASHES if isinstance(line.get(name), str)} for line in lines}
-
-
-def first_difference(a: dict[str, str], b: dict[str, str], names: dict[str, str] = HASHES) -> str | None:
-    """Returns the first of `names` whose hashes differ, None where all that both lines have are the same."""
-    return next((name for name in names if name in a and name in b and a[name] != b[name]), None)

@@ -80,8 +80,7 @@ class RunRecord:
         return [(step, finite_part(record)) for step, record in self.records(key)]
 
     def derived(self, key: str, function: Callable[[dict], float | None]) -> list[tuple[int, float | None]]:
-        """(step, `function` of the record) of each of `records(key)`. Each is computed once: a run's history is only added to,
-        and is looked at after every report."""
+        """(step, `function` of the record) of each of `records(key)`, each computed once: a history is only added to."""
         records = self.records(key)
         known = self._derived.setdefault((key, function), [])
         known += [function(record) for _, record in records[len(known) :]]

@@ -6,17 +6,16 @@ docs/reliability.md has the table: what `--resume_from_checkpoint` and `--overwr
 import os
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from utils.core.errors import UserError
 from utils.options.budget import SETS, chosen_by
-from utils.options.flags import RunOptions
+from utils.options.flags import AnyRun, RunOptions
 from utils.options.paths import WORKING_DIR, located
 from utils.runs.checkpoint_files import list_checkpoints, newest_checkpoint, verify_checkpoint
 from utils.runs.folder import DATA_SOURCES, OPTIONS, WITHOUT, RunFolder, as_spelled_now, check_options, differences
 from utils.runs.state import read_state
 
-T = TypeVar("T", bound=RunOptions)
 BY_CONTENT = {*DATA_SOURCES, "model_preset", "pretrained", "vae"}  # a checkpoint knows what these named
 OF_THE_LAUNCH = {"global_batch_size", "mixed_precision"}
 LENGTH = ("max_train_steps", "num_epochs")
@@ -89,7 +88,7 @@ def _compare_with_checkpoint(options: RunOptions, asked: dict[str, Any], folder:
 
 def _other_run(options: RunOptions, asked: dict[str, Any], folder: RunFolder, record: dict) -> str:
     """Returns what to say where the run in the folder, without checkpoints, is another than `asked` for; nothing where not."""
-    recorded, resolved = _with_later_flags(record), record.get("resolved", {})
+    recorded, resolved = WITHOUT | record["options"], record.get("resolved", {})
     saved = recorded | {n: resolved.get(n) for n in OF_THE_LAUNCH}
     saved = as_spelled_now({n: saved.get(n) for n in asked}, asked, record, folder.path)
     if folder.is_done() and _is_longer(options, record):
@@ -100,9 +99,8 @@ def _other_run(options: RunOptions, asked: dict[str, Any], folder: RunFolder, re
     return "\n".join([f"has a {kind} without checkpoints, of other options:", *lines]) if lines else ""
 
 
-def recalled(options: T) -> T:
-    """Returns the options with what --budget set in the run that --resume_from_checkpoint goes on with; as they are where there
-    is none. Raises UserError where that run has another budget, or none."""
+def recalled(options: AnyRun) -> AnyRun:
+    """Returns `options` with what --budget set in the run that is resumed, if any. Raises UserError for another budget."""
     wanted = options.resume_from_checkpoint
     if options.budget is None or not wanted:
         return options
@@ -146,15 +144,9 @@ def _checkpoint(output_dir: Path, wanted: str) -> Path | None:
 
 def _changed(options: RunOptions, record: dict, folder: Path) -> bool:
     """Whether any option differs from those of the last start, but for those that are of one start alone."""
-    asked = options.lasting()
-    recorded = _with_later_flags(record)
+    asked, recorded = options.lasting(), WITHOUT | record["options"]
     saved = as_spelled_now({n: recorded.get(n) for n in asked}, asked, record, folder)
     return bool(differences(saved, asked))
-
-
-def _with_later_flags(record: dict) -> dict[str, Any]:
-    """The options of a record; of flags that its version did not have, what it did."""
-    return WITHOUT | record["options"]
 
 
 def _is_longer(options: RunOptions, record: dict) -> bool:
@@ -168,7 +160,7 @@ def _check_paths(options: RunOptions, record: dict, folder: Path) -> None:
     """Raises UserError for a relative path that is nothing here, and something from where the run was started."""
     if not record:
         return
-    given = {n: getattr(options, n) for n in options.paths() if n != "output_dir"}
+    given = {n: getattr(options, n) for n in options.marked("path") if n != "output_dir"}
     places = located({**record, "options": record["options"] | given}, folder, given.keys())
     for name, value in given.items():
         if places[name] != value and not os.path.exists(value):

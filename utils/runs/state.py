@@ -34,8 +34,7 @@ class TrainState:
             self.fingerprint = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:16]
 
     def record(self, name: str, value: float, *, decides: bool) -> bool:
-        """Notes a figure after `step` updates, the lower the better; True when it `decides` which checkpoint is best and this
-        one is. NaN never is, nor one whose samples are copies."""
+        """Notes a figure, the lower the better. True where it `decides`, and is the best; NaN and copies never are."""
         self.metrics[name] = value
         if not decides:
             return False

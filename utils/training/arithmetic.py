@@ -21,7 +21,7 @@ _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
 
 
 def peak_tflops(device_name: str, mixed_precision: str, tf32: bool) -> float | None:
-    """TFLOP/s of a device, as its maker states it for this precision ("no", "bf16" or "fp16"); None where it is not known."""
+    """TFLOP/s that the maker states for this precision ("no", "bf16" or "fp16"); None where it is not known."""
     for word, half, with_tf32, single in _PEAKS:
         if re.search(rf"\b{word}\b", device_name):
             return half if mixed_precision != "no" else with_tf32 or single if tf32 else single

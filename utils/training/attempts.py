@@ -98,7 +98,7 @@ class Attempts:
         return f"left out in all: {', '.join(counts)}"
 
     def _described(self, what: str, error: Exception) -> tuple[str, str]:
-        """(what to say of it, the file with its traceback), which is written at once, so that nothing that follows loses it."""
+        """(what to say of it, the file with its traceback), which is written at once: nothing that follows may lose it."""
         if isinstance(error, FailedElsewhere) or (isinstance(error, UserError) and error.__cause__ is None):
             return str(error), ""
         rank, step = self._accelerator.process_index, self._state.step
@@ -145,10 +145,9 @@ class Attempts:
 
 def _is_new(text: str, known: set[str]) -> bool:
     """Whether nothing alike is among the `known`, which it then is: the numbers in a message differ from time to time."""
-    alike = re.sub(r"\d+", "#", text)
-    new = alike not in known
-    known.add(alike)
-    return new
+    before = len(known)
+    known.add(re.sub(r"\d+", "#", text))
+    return len(known) > before
 
 
 class _Before:

@@ -138,8 +138,7 @@ class StepAudit(DeclaredRun, Unwatched):
 
 
 def sampler_call(objective: Objective, name: str, steps: int, seed: int = 0) -> Callable[[nn.Module, int], torch.Tensor] | None:
-    """Training's way to sample with another network: a function of (network with an `image`, number of images). None where the
-    sampler cannot make so many steps."""
+    """Training's way to sample: a function of (network with an `image`, number of images). None if it cannot."""
     try:
         set_timesteps(make_sampler(name, objective.noise_scheduler), steps)
     except UserError:

@@ -16,7 +16,7 @@ from utils.runs.ema_snapshots import Snapshots
 from utils.training.doctor import REPORT
 from utils.training.evaluation import SampleEvaluation
 from utils.training.export import Export
-from utils.training.length import is_due, preview_steps
+from utils.training.length import preview_steps
 from utils.training.monitor import Monitor
 from utils.training.run import Run
 from utils.training.samples import SampleGrids
@@ -41,19 +41,16 @@ class Periodic:
     def catch_up(self) -> None:
         """Makes the evaluation that a stop had left out, and pictures by a --pretrained network; the updates begin."""
         if self._evaluation.due():
-            self._evaluate_late()
+            with self._monitor.paused():
+                self._judge()
+            if self._evaluation.due():
+                self._exit_status = EXIT_STOPPED
+            else:
+                self._save()
         if self._run.options.pretrained and self._run.state.step == 0:
             with self._monitor.paused():
                 self._show()
         self._run.progress.begin()
-
-    def _evaluate_late(self) -> None:
-        with self._monitor.paused():
-            self._judge()
-        if self._evaluation.due():
-            self._exit_status = EXIT_STOPPED
-        else:
-            self._save()
 
     def finished(self) -> bool:
         """Returns whether the run has all its updates, was stopped early, or must end."""
@@ -83,9 +80,7 @@ class Periodic:
         if due or self._monitor.due or self._snapshots.due(state.step):
             with self._monitor.paused():
                 improved = self._make_what_is_due()
-        with self._monitor.agreeing():  # by all ranks, so that they leave at the same update
-            stops = run.stop.agreed()
-        if stops or self._evaluation.due():  # what a stop leaves of an evaluation is still due
+        if self._monitor.agreed_to_stop() or self._evaluation.due():  # what a stop leaves of an evaluation is still due
             self._exit_status = self._exit_status or EXIT_STOPPED
         if improved or self._exit_status or state.step % options.checkpointing_steps == 0:
             with self._monitor.paused():
@@ -105,24 +100,22 @@ class Periodic:
         return state.best_step != best
 
     def _make_what_is_due(self) -> bool:
-        """Whether the weights were judged, and are the best so far."""
-        state, options = self._run.state, self._run.options
+        """As `_judge`."""
         improved = self._judge()
         if self._previews():
             self._show()
             self._write_report()  # what stays of the run if it is killed
         elif self._monitor.due and not self._reported:
             self._write_report(unless_there=True)
-        if self._is_due(options.save_model_steps, options.save_model_epochs):
+        if self._pipeline_due():
             self._make_pipeline()
-        if self._snapshots.due(state.step):
+        if self._snapshots.due(self._run.state.step):
             self._take_snapshot()
         return improved
 
     def _take_snapshot(self) -> None:
-        attempts = self._run.attempts
         with self._run.progress.part("saving the averaged weights"):
-            if attempts.make("the snapshots of averages", self._snapshots.save, self._run.state.step):
+            if self._run.attempts.make("the snapshots of averages", self._snapshots.save, self._run.state.step):
                 self._check("snapshots", "snapshots")
 
     def _again(self) -> bool:
@@ -140,8 +133,7 @@ class Periodic:
         return False
 
     def finish(self) -> int:
-        """The pipeline, the last snapshot and the last pictures of a run that has come to its end, in this order: nothing may
-        cost it the pipeline. Closes all that is open. Returns the exit status."""
+        """The pipeline first, then the last snapshot and pictures; closes all that is open. Returns the exit status."""
         run = self._run
         run.progress.end()
         self._monitor.close()
@@ -179,9 +171,8 @@ class Periodic:
 
     def _make_pipeline(self) -> bool:
         """Whether it was exported; then it is compared with what was trained."""
-        attempts = self._run.attempts
         with self._run.progress.part("exporting the pipeline"):
-            exported = attempts.make("the pipeline", self._export.make)
+            exported = self._run.attempts.make("the pipeline", self._export.make)
             if exported:
                 self._check("the pipeline", "exported")
         return exported
@@ -233,21 +224,19 @@ class Periodic:
             yield
 
     def _anything_due(self) -> bool:
-        options = self._run.options
         return (
             self._validation.due()
             or self._evaluation.due()
             or self._previews()
-            or self._is_due(options.save_model_steps, options.save_model_epochs)
-            or self._run.state.step % options.checkpointing_steps == 0
+            or self._pipeline_due()
+            or self._run.state.step % self._run.options.checkpointing_steps == 0
         )
 
     def _previews(self) -> bool:
         """Whether sample grids are due."""
-        return self._is_due(self._preview_steps, self._run.options.save_images_epochs)
+        run = self._run
+        return run.length.is_due(run.state.step, self._preview_steps, run.options.save_images_epochs)
 
-    def _is_due(self, steps: int | None, epochs: int) -> bool:
-        length = self._run.length
-        return is_due(
-            self._run.state.step, length.max_train_steps, steps=steps, epochs=epochs, epoch_steps=length.updates_per_epoch
-        )
+    def _pipeline_due(self) -> bool:
+        run = self._run
+        return run.length.is_due(run.state.step, run.options.save_model_steps, run.options.save_model_epochs)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from utils.core.bars import Bar, duration
-from utils.core.distributed import from_all, from_main_process
+from utils.core.distributed import from_main_process, objects_from_all
 from utils.core.errors import UserError
 from utils.core.launcher import launcher_words
 from utils.core.size import read_budget
@@ -32,13 +32,12 @@ from utils.optim.nonfinite import step_if_finite
 from utils.optim.optimizers import make_optimizer
 from utils.optim.power_ema import make_ema
 from utils.options.budget import OF_THE_BATCH, OF_THE_DATA, SETS, chosen_by, repeating
-from utils.options.flags import RunOptions
+from utils.options.flags import AnyRun, RunOptions
 from utils.options.presets import FEW_IMAGES, networks_by_size
 from utils.training.memory_plan import MemoryPlan
 from utils.training.run import load_data
 from utils.training.validation import DRAWS
 
-T = TypeVar("T", bound=RunOptions)
 SHARE_OF_PRESET = 0.25  # of a preset's own updates, that its network needs at least
 MEASURING = 0.04  # share of the time that one measurement may take
 WHOLE = 600.0  # seconds of a run that has this many; a shorter one has fewer, a longer one more checkpoints
@@ -50,12 +49,12 @@ BYTES_PER_SECOND = 100e6  # of checkpoints, written and read back
 
 
 def within_budget(
-    options: T, accelerator: Accelerator, make_network: Callable[..., nn.Module], make_objective: Callable[[Any, T], Objective]
-) -> T:
-    """Returns the options with what --budget sets, the same on every process, and says what was chosen; without it as they are.
-
-    Raises UserError where not one update fits.
-    """
+    options: AnyRun,
+    accelerator: Accelerator,
+    make_network: Callable[..., nn.Module],
+    make_objective: Callable[[Any, AnyRun], Objective],
+) -> AnyRun:
+    """The options with what --budget sets, the same on every process, which is said. Raises UserError where no update fits."""
     if options.budget is None:
         return options
     stored = "max_train_steps" in options.given  # see `recalled`
@@ -126,13 +125,12 @@ class _Trial:
 
     def __init__(self, dial: _Dial, name: str | None):
         self.dial, options, accelerator = dial, dial.options, dial.accelerator
-        chosen = {each: getattr(options, each) for each in OF_THE_DATA} | ({"model_preset": name} if name else {})
-        self.options: Any = chosen_by(options, chosen)
-        if name == "few":  # of which the preset holds out as many as a larger set can spare
-            chosen["validation_images"] = min(self.options.validation_images, len(dial.data.images) // 5)
-            self.options = chosen_by(options, chosen)
-        self.count = len(dial.data.images) - self.options.validation_images  # of training images
         preset, processes = options.presets.get(name or "", {}), accelerator.num_processes
+        chosen = {each: getattr(options, each) for each in OF_THE_DATA} | ({"model_preset": name} if name else {})
+        if name == "few":  # of which the preset holds out as many as a larger set can spare
+            chosen["validation_images"] = min(preset["validation_images"], len(dial.data.images) // 5)
+        self.options: Any = chosen_by(options, chosen)
+        self.count = len(dial.data.images) - self.options.validation_images  # of training images
         self.usual_batch: int = (
             preset.get("global_batch_size") or preset.get("train_batch_size") or type(options).train_batch_size
         )
@@ -178,9 +176,7 @@ class _Trial:
         accelerator.free_memory()
         if accelerator.scaler:
             accelerator.scaler.load_state_dict(scaler)
-        own = torch.tensor([seconds * 1e6, forward * 1e6], dtype=torch.float32, device=accelerator.device)
-        found = from_all(accelerator, own)  # of all processes, one behind the other
-        self.seconds, self.forward = max(found[::2]) / 1e6, max(found[1::2]) / 1e6
+        self.seconds, self.forward = map(max, zip(*objects_from_all([(seconds, forward)])))
         if from_main_process(self.left() < self.dial.amount / 2):  # fewer samples for more updates
             fewer = {"eval_batch_size": max(4, options.eval_batch_size // 4)}
             fewer |= {"eval_images": max(16, options.eval_images // 4)} if options.eval_steps else {}
@@ -202,8 +198,9 @@ class _Trial:
         return images / batch * self.forward + self.busy * fixed
 
     def left(self) -> float:
-        """Seconds for the updates."""
-        return self.dial.amount - self.beside() - (time.time() - _started())
+        """Seconds for the updates. This process, or its launcher, has had those since its start."""
+        started = psutil.Process(os.getppid() if launcher_words() else None).create_time()
+        return self.dial.amount - self.beside() - (time.time() - started)
 
     def updates(self) -> int:
         return int(self.left() / self.seconds)
@@ -237,19 +234,15 @@ class _Trial:
         return settings
 
     def words(self, updates: int) -> str:
-        options, count = self.options, self.count
-        said = (
-            f"{options.model_preset or 'the network'}, {updates:,} updates of {self.images} images, each of {count:,} images "
-        )
-        said += f"{updates * self.images / count:.0f} times"
+        network, times = self.options.model_preset or "the network", updates * self.images / self.count
+        said = f"{network}, {updates:,} updates of {self.images} images, each of {self.count:,} images {times:.0f} times"
         if self.dial.unit == "updates":
             return said
         return f"{said}; an update takes {self.seconds * 1000:.0f} ms, all else {duration(self.dial.amount - self.left())}"
 
 
 def _updates(options: RunOptions, accelerator: Accelerator, samples: TrainingSamples, objective: Objective) -> Callable:
-    """Returns what makes some updates, or passes without gradients, and then returns (seconds of one, how many times as long it
-    took as on a CPU that nobody else uses)."""
+    """Returns what makes updates, or forward passes, and gives (seconds of one, how many times as long as on an idle CPU)."""
     model, optimizer = accelerator.prepare(objective.network, make_optimizer(objective.network, options))
     ema, ema_decay = make_ema(objective.exported, options)
     clipping, micro_steps = FixedLimit(options.max_grad_norm), options.gradient_accumulation_steps
@@ -282,8 +275,3 @@ def _updates(options: RunOptions, accelerator: Accelerator, samples: TrainingSam
         return seconds / count, min(4.0, max(1.0, seconds / max(time.thread_time() - alone, 1e-3)))
 
     return repeat
-
-
-def _started() -> float:
-    """When this process was started, or its launcher, in seconds since 1970."""
-    return psutil.Process(os.getppid() if launcher_words() else None).create_time()

@@ -1,8 +1,5 @@
-"""Whether a compiled network has the gradients of the same network run eagerly.
-
-Compilers have been wrong without a word: pytorch issue 140913 tells of weight gradients that were off by more than 25, of group
-norms in bf16 with channels last.
-"""
+"""Whether a compiled network has the gradients of the eager one: compilers have been wrong without a word (pytorch issue
+140913: weight gradients off by more than 25)."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -111,8 +108,7 @@ def _arithmetic(accelerator: Accelerator) -> str:
 
 @contextmanager
 def _comparable(raw: nn.Module) -> Iterator[None]:
-    """Inside it no dropout, whose random numbers compiled code draws otherwise, and no parameter of zeros, behind which all
-    gradients are 0."""
+    """No dropout, which compiled code draws otherwise, and no parameter of zeros, behind which all gradients are 0."""
     with ExitStack() as after:
         for module in raw.modules():
             for name in ("p", "dropout") if isinstance(module, nn.Dropout) else ("dropout",):

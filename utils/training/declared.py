@@ -29,8 +29,7 @@ OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "rmsprop": "RMSprop", "sgd": "SG
 def declared_by(
     options: RunOptions, facts: dict[str, Any], process: DDPM | EDM2 | Flow, checkpoint: Path | None = None
 ) -> Declaration:
-    """Of a run with these options, that goes on from `checkpoint` where there is one. `facts`: the run's, see `begin_run`; of
-    them only what the launch and the data decided is used."""
+    """`checkpoint`: where the run goes on from. Of the `facts` (see `begin_run`) only what launch and data decided is used."""
     is_conditional = isinstance(options, DDPMOptions | EDM2Options) and options.class_conditional
     classes = facts.get("classes", 0) if is_conditional else 0
     return Declaration(
@@ -87,8 +86,7 @@ def schedule_of(options: RunOptions, total: int) -> Schedule:
 
 
 def _is_trained(name: str, patterns: tuple[str, ...]) -> bool:
-    """Beside those that are named also what is no part of the pipeline, EDM2's uncertainty and what tells it transforms; never
-    the random frequencies of a Fourier time embedding."""
+    """Beside the named ones, what is no part of the pipeline; never the random frequencies of a Fourier time embedding."""
     is_named = any(fnmatchcase(name.removeprefix("unet."), pattern) for pattern in patterns)
     return not name.removeprefix("unet.").startswith("time_proj.") and (
         not patterns or is_named or name.startswith(("uncertainty.", "transforms."))

@@ -25,7 +25,7 @@ class DiskPlan:
     autoencoder: int = 0  # bytes of the one that the pipeline carries
 
     def parts(self) -> dict[str, int]:
-        """What there will be -> the most bytes that it takes at once, a file being written beside the one that it replaces."""
+        """What there will be -> the most bytes at once, a file being written beside the one that it replaces."""
         options, count = self.options, self._checkpoints()
         one = self.network * (1 + options.num_averages) + state_bytes(options, self.network)
         found = {f"{count} checkpoint{'s' * (count > 1)}": count * one, "the pipeline": 2 * (self.network + self.autoencoder)}
@@ -45,8 +45,7 @@ class DiskPlan:
         return in_all if options.checkpoints_total_limit is None else min(in_all, most)
 
     def line(self, folder: Path, there: int = 0) -> str:
-        """Returns what is needed, beside what is free; `there` are bytes of the run in the folder, which this one replaces or
-        goes on with."""
+        """Returns what is needed and what is free; `there`: bytes of the run in the folder, which is replaced or goes on."""
         parts = self.parts()
         needed = ", ".join(f"{name} {shown(size)}" for name, size in parts.items() if size)
         free = f"{shown(free_bytes(folder) + there)} are free for {folder}"

@@ -69,10 +69,7 @@ class Doctor:
 
     def record_report(self, step: int, report: dict, layers: dict) -> bool:
         """Records a report's figures, in long runs the `layers` (see `Dynamics.report`) of some alone, and examines the run
-        after those and the first ones.
-
-        Whether anything was critical when the run was examined last.
-        """
+        after those and the first ones. Returns whether anything is critical."""
         detailed = self._reports % self._every == 0
         self._reports += 1
         self.record(step, report | ({"layers": layers} if detailed else {}))
@@ -85,11 +82,9 @@ class Doctor:
         return any(key in record for record in self._history.records)
 
     def look(self) -> None:
-        """Looks at all that is recorded, says what is new or has become more severe, but nothing that is for information alone.
-
-        What is critical after a resume is so by what was recorded since: the cause may have been mended. What another tool
-        found stands in the file too, but that tool has told it, and it says nothing of the update that is made now.
-        """
+        """Looks at all that is recorded, says what is new or more severe, but nothing that is for information alone. What is
+        critical after a resume is so by what was recorded since: the cause may have been mended. What another tool found was
+        told by that tool."""
         if not self._enabled:
             return
         self._record.evaluations = read_evaluations(self._record.output_dir)

@@ -42,24 +42,19 @@ class SampleEvaluation:
             return False
         return step % every == 0 or step == run.length.max_train_steps
 
-    def make(self) -> bool:
-        """Evaluates, and notes the distances in the state; whether they make this the best checkpoint. False when told to stop.
+    def make(self) -> None:
+        """Evaluates, and notes the distances in the state, unless told to stop.
 
-        Every process must call it, and gets the same; what goes wrong costs the evaluation and not the training. Logs the
+        Every process must call it; what goes wrong costs the evaluation and not the training. Logs the
         figures (see `Evaluation.measure`), records them for the doctor and the report, says what they cost, and writes
         evaluation/nearest.png. The training's weights and random numbers are left as they were.
         """
-        run, best = self._run, self._run.state.best_step
-        if not run.attempts.make("the evaluation", self._evaluate):
-            run.state.evaluated_step = run.state.step  # to no avail, but it would fail again
-            return False
-        return run.state.best_step != best
+        if not self._run.attempts.make("the evaluation", self._evaluate):
+            self._run.state.evaluated_step = self._run.state.step  # to no avail, but it would fail again
 
     def _evaluate(self) -> None:
-        run, state = self._run, self._run.state
-        step = state.step
-        start = time.perf_counter()
-        self._stopped = False
+        run, state, step = self._run, self._run.state, self._run.state.step
+        start, self._stopped = time.perf_counter(), False
         try:
             if self._evaluation is None:
                 self._evaluation = self._prepare()

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import json
 import math
 import os
 import sys
@@ -39,20 +40,12 @@ class Place(NamedTuple):
 
 
 class News(NamedTuple):
-    """What a rank tells the others."""
+    """What a rank tells the others, as JSON."""
 
     tick: int  # grows with each one
     kind: str  # of PLACES
     step: int
     seconds: float  # since the main thread moved on
-
-    @classmethod
-    def read(cls, text: bytes) -> "News":
-        tick, kind, step, seconds = text.decode().split()
-        return cls(int(tick), kind, int(step), float(seconds))
-
-    def text(self) -> str:
-        return f"{self.tick} {self.kind} {self.step} {self.seconds:.0f}"
 
 
 _UNUSUAL = 2  # updates that may take any time: they compile, try kernels and start workers
@@ -157,7 +150,7 @@ class HangWatch:
             try:
                 self._store = _connected_anew(self._store) if lost else self._store
                 lost = False
-                self._store.set(f"hang/{self._rank}", self._own_news(tick).text())
+                self._store.set(f"hang/{self._rank}", json.dumps(self._own_news(tick)))
                 if self._store.check(["hang/verdict"]):
                     self._leave()
                 self._first = self._news([0]).get(0)
@@ -178,7 +171,7 @@ class HangWatch:
 
     def _news(self, ranks: Iterable[int]) -> dict[int, News]:
         keys = {rank: f"hang/{rank}" for rank in ranks}
-        return {rank: News.read(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return {rank: News(*json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])}
 
     def _judge(self, earlier: dict[int, News], newest: dict[int, News]) -> None:
         alive = {rank: news for rank, news in newest.items() if rank not in earlier or news.tick > earlier[rank].tick}

@@ -13,11 +13,8 @@ from utils.training.pretrained import Pretrained, checkpoint_to_resume
 
 
 def start_autoencoder(options: RunOptions, accelerator: Accelerator, start: Pretrained | None = None) -> Autoencoder | None:
-    """What --vae names, on every process; None where it is not given. A resumed run has its scale from the checkpoint, and one
-    that starts from a pipeline that pipeline's.
-
-    Raises UserError where it cannot be loaded, does not fit the images, or is not that of the pipeline.
-    """
+    """What --vae names, on every process, with the scale of the checkpoint or pipeline that the run begins with; None without
+    --vae. Raises UserError where it cannot be loaded, does not fit the images, or is not that of the pipeline."""
     if options.vae is None:
         return None
     name, shape = options.vae, options.image_shape

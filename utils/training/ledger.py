@@ -21,8 +21,7 @@ SMALL = 4096  # elements
 
 
 class Ledger:
-    """Its methods are to be called on every process, in the order below. The device adds up bits as integers, and nothing but
-    the sums comes to the host."""
+    """To be called on every process, in the order below. The device adds up bits, and only the sums come to the host."""
 
     def __init__(self, run: Run):
         self._run, self._device = run, run.accelerator.device
@@ -91,10 +90,8 @@ class Ledger:
         return torch.full((), (value + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=self._device)
 
     def write(self, values: list[int] | None = None) -> bool:
-        """Writes the line of the newest update, unless it has one. `values`: those of `measure`, where they were read already.
-
-        Whether all ranks hold the same state; if not, it is said which tensor of which ranks differs.
-        """
+        """Writes the line of the newest update, unless it has one; `values`: those of `measure`, where they were read. Returns
+        whether all ranks hold the same state; if not, it says which tensor of which ranks differs."""
         step = self._run.state.step
         if not self.parted and self._written != step:
             values, self._written = self._measured() if values is None else values, step
@@ -103,17 +100,13 @@ class Ledger:
             if kind is not None:
                 self.parted = True
                 self._say_parted(kind)
-            else:
-                self._write_line(columns)
+                return False
+            # Of an update, the sum over all ranks, which does not depend on how they share it out.
+            hashes = {name: sum(columns[name]) for name in OF_THE_UPDATE} if self._seen else {}
+            hashes |= {kind: columns[kind][0] for kind in self._kinds}
+            self._file.add(step, {"version": VERSION} | {name: f"{value % 2**64:016x}" for name, value in hashes.items()})
+            self._file.records.clear()
         return not self.parted
-
-    def _write_line(self, columns: dict[str, list[int]]) -> None:
-        # Of an update, the sum over all ranks, which does not depend on how they share it out.
-        hashes = {name: sum(columns[name]) for name in OF_THE_UPDATE} if self._seen else {}
-        hashes |= {kind: columns[kind][0] for kind in self._kinds}
-        line = {name: f"{value % 2**64:016x}" for name, value in hashes.items()}
-        self._file.add(self._run.state.step, {"version": VERSION, **line})
-        self._file.records.clear()
 
     def _say_parted(self, kind: str) -> None:
         """The first tensor of the first kind that differs, and the ranks that differ from most others."""

@@ -50,11 +50,8 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class UpdateParts:
-    """What an update is made of, whatever the size of its batch.
-
-    `make_network` builds the network as it will be trained (checkpointing, layout of the weights), on torch's default device.
-    `averages` counts those of the EMA, of which power EMA has several. `distributed`: DDP with `gradient_as_bucket_view`.
-    """
+    """What an update is made of, whatever the size of its batch. `make_network`: as it will be trained (checkpointing,
+    layout), on torch's default device. `averages`: how many the EMA has. `distributed`: DDP with `gradient_as_bucket_view`."""
 
     make_network: Callable[[], nn.Module]
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
@@ -98,9 +95,7 @@ def estimate_memory(
 
 
 class TrialStep:
-    """A network, its optimizer and its EMA, made to be tried out: on fake tensors for a prediction, or on the real device,
-    which is torch's default device.
-    """
+    """Network, optimizer and EMA to be tried out on torch's default device, with fake tensors for a prediction."""
 
     def __init__(self, parts: UpdateParts):
         self.image_shape, self.mixed_precision = parts.image_shape, parts.mixed_precision
@@ -174,11 +169,9 @@ def flops_per_image(
     return counter.get_total_flops()
 
 
-def autocast(device: torch.device, mixed_precision: str) -> contextlib.AbstractContextManager:
-    """Returns the autocast of a training step: nothing for "no"."""
-    if mixed_precision == "no":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, AUTOCAST[mixed_precision])
+def autocast(device: torch.device, mixed_precision: str) -> torch.autocast:
+    """Returns the autocast of a training step, which is off for "no"."""
+    return torch.autocast(device.type, AUTOCAST.get(mixed_precision), enabled=mixed_precision != "no")
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -188,10 +181,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Inside it, counts what autograd keeps for the backward pass: `bytes` of storages, each once, without `excluded`.
-
-    Gradient checkpointing keeps a block's inputs alone; what is inside the block is not counted, as it is not kept.
-    """
+    """Counts what autograd keeps for the backward pass: `bytes` of storages, each once, without `excluded`; of blocks with
+    gradient checkpointing their inputs alone."""
 
     def __init__(self, excluded: Iterable[torch.Tensor] = ()):
         super().__init__(self._pack, lambda tensor: tensor)

@@ -14,16 +14,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from utils.core.bars import Bar
-from utils.core.distributed import from_all, from_main_process, local_processes, on_main_process
+from utils.core.distributed import from_main_process, local_processes, objects_from_all, on_main_process
 from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
 from utils.core.files import read_json
+from utils.core.limits import free_ram
 from utils.data.autoencoder import Autoencoder
 from utils.options.flags import RunOptions
 from utils.training.arithmetic import Arithmetic, peak_tflops
-from utils.training.batch_split import divisors, per_process, split_batch
 from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import foretold
-from utils.training.free_memory import free_memory
+from utils.training.length import divisors, per_process, split_batch
 from utils.training.memory_estimate import (
     GIB,
     SHARE,
@@ -97,13 +97,11 @@ class MemoryPlan:
         explain_out_of_memory(partial(self.explain, options.micro_batch_size, options.gradient_accumulation_steps))
 
     def measures_eagerly(self) -> bool:
-        """Returns whether the updates of reports may run eagerly, which measures activations; all processes must call it.
-
-        A batch that fits the compiled network alone would end the run at the first report.
-        """
+        """Whether the updates of reports may run eagerly, which measures activations, without running out of memory. For all
+        processes to call."""
         if not self._options.compile:
             return True
-        self.free = min(self._gathered(self.free))
+        self.free = min(objects_from_all([self.free]))
         options = self._options
         return self.fits(self.estimate(options.micro_batch_size, options.gradient_accumulation_steps))
 
@@ -153,8 +151,7 @@ class MemoryPlan:
         return "\n".join(lines)
 
     def show(self, schedule: dict | None = None) -> int:
-        """Prints the table of the options, and what the doctor says of them (`schedule` as in the run's record). Returns the
-        exit status."""
+        """Prints the table, and what the doctor says (`schedule` as in the run's record). Returns the exit status."""
         options = self._options
         batch = options.micro_batch_size, options.gradient_accumulation_steps
         with Bar("predicting the memory of an update", shown=self._accelerator.is_main_process and not options.quiet):
@@ -220,7 +217,7 @@ class MemoryPlan:
     def split(self, resumed: Path | None = None) -> tuple[int, int]:
         """(micro batch, micro steps) that make up `global_batch_size` exactly, on every process, all of which must call it.
 
-        For a number as `train_batch_size` see `batch_split.split_batch`. With "auto" it is the largest micro batch that fits:
+        For a number as `train_batch_size` see `length.split_batch`. With "auto" it is the largest micro batch that fits:
         predicted, then, but for a dry run, tried out by a real update on every process; the next smaller one is taken until
         all succeed. What the run in the folder `resumed` was trained with stays while it is predicted to fit. Raises UserError
         when the global batch cannot be split so, or when not even one image fits.
@@ -230,7 +227,7 @@ class MemoryPlan:
             return split_batch(self._options, num_processes)
         together = per_process(global_batch_size, num_processes)
         sizes = divisors(together)
-        self.free = min(self._gathered(self.free))
+        self.free = min(objects_from_all([self.free]))
         largest = largest_that_fits(sizes, lambda size: self.fits(self.estimate(size, together // size)))
         if largest is None:
             raise UserError(f"no --train_batch_size fits into {self.free / GIB:.2f} GiB of memory\n{self.advice(1, together)}")
@@ -241,7 +238,7 @@ class MemoryPlan:
             self._untried = True
             return largest, together // largest
         for size in (size for size in sizes if size <= largest):
-            if all(self._gathered(self._succeeds(size, together // size))):
+            if all(objects_from_all([self._succeeds(size, together // size)])):
                 return size, together // size
         raise UserError(f"out of memory with one image at a time\n{self.advice(1, together)}")
 
@@ -264,10 +261,14 @@ class MemoryPlan:
             clear_device_cache()
         return True
 
-    def _gathered(self, value: int) -> list[int]:
-        """The whole number `value` of every process."""
-        own = torch.tensor([int(value)], device=self._accelerator.device)  # not every device has float64
-        return from_all(self._accelerator, own)
+
+def free_memory(device: torch.device, local_processes: int = 1) -> int:
+    """Returns the bytes that this process can still get on `device`: on a CPU an even share of what is left for all
+    `local_processes` on this machine; a GPU is taken to be this process's alone."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_ram() // local_processes
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:

@@ -68,8 +68,7 @@ class Monitor:
         self.audit.measure_eagerly()
 
     def begin(self, step: int) -> None:
-        """Before the update that follows `step` finished ones. When one is made again, what is counted of it is counted anew;
-        the audit and the times are of the first time alone."""
+        """Before the update after `step` finished ones. One that is made again is counted anew, but not by audit and clocks."""
         if self.rerun.repeating:
             self._now("compute")
             self._dynamics.begin(self.due)
@@ -85,7 +84,7 @@ class Monitor:
     def wait_for(self, batches: Iterator[dict]) -> dict:
         """The next of the loader's batches, for which the loop waits."""
         if self.rerun.repeating:
-            batch = self.rerun.next_batch()
+            batch = next(self.rerun.kept)
         else:
             self._now("data")
             with self._stopwatch.waiting_for_data():
@@ -143,12 +142,12 @@ class Monitor:
             self._hang.now(None)  # the audit's work takes as long as it takes
         self.audit.end(self._run.state.step, between or self.rerun.due, self.due)
 
-    @contextmanager
-    def agreeing(self) -> Iterator[None]:
-        """Around what all ranks agree on after each update: a rank that is slow has the others wait here too."""
+    def agreed_to_stop(self) -> bool:
+        """Whether all ranks leave after this update: a rank that is slow has the others wait here too."""
         self._rank_times.now("collectives")
-        yield
+        stops = self._run.stop.agreed()
         self._rank_times.now(None)
+        return stops
 
     def paused(self) -> AbstractContextManager:
         """Around what is no part of an update: its time is left out of the images per second."""
@@ -161,11 +160,8 @@ class Monitor:
             self._run.progress.show(torch.cat(self._first_losses).float().mean().item(), learning_rate)
 
     def report(self, learning_rate: float) -> int:
-        """Logs what was seen since the last report, the last update's `learning_rate` among it, and has the doctor look at it.
-
-        Returns 0, or EXIT_DIVERGED where the run must end. The host waits for the device, once: whatever lies there is read
-        in one copy.
-        """
+        """Logs what was seen since the last report, and has the doctor look at it. Returns 0, or EXIT_DIVERGED where the run
+        must end. The host waits for the device, once: whatever lies there is read in one copy."""
         run, accelerator, step = self._run, self._run.accelerator, self._run.state.step
         global_batch_size = run.length.global_batch_size
         figures: dict[str, float | torch.Tensor] = {"train/lr": learning_rate, "train/clip_value": run.clipping.value}

@@ -32,10 +32,8 @@ def finite(value: object) -> bool:
 
 
 def find_first_bad_module(unet: nn.Module, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, dict | None]:
-    """(what `compute()` gives, the first of the network's modules that it makes give values that are not finite, or None).
-
-    The module is {"name", "class", "inputs_finite"}; where its inputs are finite, it is where the trouble began.
-    """
+    """(what `compute()` gives, {"name", "class", "inputs_finite"} of the network's first module that then gives values that
+    are not finite, or None). Where its inputs are finite, the trouble began there."""
     found = None
 
     def watch(name: str) -> Callable[[nn.Module, tuple, object], None]:
@@ -54,11 +52,7 @@ def find_first_bad_module(unet: nn.Module, compute: Callable[[], torch.Tensor]) 
 
 
 class NanReports:
-    """Writes nan_report/ of the first skipped updates.
-
-    What such an update trained on need not be kept: every image, noise level and noise is a function of its sample number, so
-    the batch is made again.
-    """
+    """Writes nan_report/ of the first skipped updates. Their batches are made again, as functions of the sample numbers."""
 
     def __init__(self, run: Run):
         self._run, self._network = run, run.objective.network

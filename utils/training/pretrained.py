@@ -40,8 +40,7 @@ _NAMED = 8  # classes that a note lists
 
 @dataclass
 class Pretrained:
-    """`config` and `scheduler` are those of the network and of the scheduler, JSON; `image_shape` is that of the images:
-    channels, height, width; `weights` are None in a resumed run."""
+    """`config`, `scheduler`: JSON; `image_shape`: channels, height, width; `weights`: None in a resumed run."""
 
     pipeline: str
     config: dict[str, Any]
@@ -65,10 +64,8 @@ class Pretrained:
 
 
 def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Accelerator) -> Pretrained | None:
-    """What --pretrained names, on every process; None where it is not given. Sets the `options` that the pipeline decides.
-
-    Raises UserError for a pipeline that cannot be loaded or is of the other script, and for flags that contradict it.
-    """
+    """What --pretrained names, on every process; None without it. Sets the `options` that the pipeline decides. Raises
+    UserError for one that cannot be loaded or is of the other script, and for flags that contradict it."""
     if options.pretrained is None:
         return None
     checkpoint = checkpoint_to_resume(options, accelerator)
@@ -156,11 +153,9 @@ def _take_over(options: DDPMOptions | EDM2Options, start: Pretrained) -> None:
 
 
 def load_weights(network: ModelMixin, start: Pretrained, class_names: Sequence[str] | None) -> None:
-    """Puts the pipeline's weights into the run's `network`, whose classes have `class_names`; adds a note of what is new.
-
-    Classes are matched by their names, or by their numbers where one side has no names. New ones start as no class does in a
-    UNet2DModel, and at random in an EDM2UNet. Nothing happens in a resumed run. Raises UserError for weights that do not fit.
-    """
+    """Puts the pipeline's weights into a new run's `network`, and adds a note of what is new. Classes are matched by
+    `class_names`, or by their numbers where one side has no names; new ones start as no class does in a UNet2DModel, and at
+    random in an EDM2UNet. Raises UserError for weights that do not fit."""
     if start.weights is None:
         return
     weights, start.weights = start.weights, None

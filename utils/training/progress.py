@@ -29,11 +29,9 @@ UNKNOWN = 20  # first updates without a time left: many of them are slower, beca
 
 
 class StepStatistics:
-    """Sums on the device between two reports, so that the training path never waits for the host.
-
-    Loss figures are means over samples, over micro steps, updates and processes; samples whose loss is not
-    finite are left out (`nonfinite.BadUpdates` counts them). Quartiles are of the timestep: 1 is the least noise.
-    """
+    """Sums on the device between two reports, so that training never waits for the host. Loss figures are means over all
+    samples whose loss is finite (`nonfinite.BadUpdates` counts the others). Quartiles are of the timestep: 1 is the least
+    noise."""
 
     def __init__(self, device: torch.device, num_train_timesteps: int):
         self._num_timesteps = num_train_timesteps
@@ -79,10 +77,7 @@ class StepStatistics:
         return torch.cat([losses, torch.stack([self._norm_sum, self._updates])])
 
     def report(self, values: list[float]) -> dict[str, float]:
-        """Means since the last report from the values of `sums`; empties the sums.
-
-        Of what there was none there is no figure, except that the loss is NaN.
-        """
+        """Means since the last report from the values of `sums`; empties the sums. Without samples the loss is NaN."""
         sums, counts, (norm_sum, updates) = values[:QUARTILES], values[QUARTILES:-2], values[-2:]
         report = {"train/loss": sum(sums) / sum(counts) if sum(counts) else math.nan}
         for i, (loss_sum, count) in enumerate(zip(sums, counts)):
@@ -142,9 +137,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class ProgressBar:
-    """The updates of a run, on the main process: on a terminal tqdm's bar with speed and time left, elsewhere a plain line for
-    each report. An update that takes long shows that it goes on. `part` gives the bars of what happens between updates.
-    """
+    """The updates of a run, on the main process: on a terminal tqdm's bar, elsewhere a line for each report. An update that
+    takes long shows that it goes on. `part` gives the bars of what happens between updates."""
 
     def __init__(self, enabled: bool, first_step: int, total_steps: int, *, quiet: bool = False):
         """`quiet`: prints lines for the user, but no progress."""
@@ -184,8 +178,7 @@ class ProgressBar:
             self._line("")
 
     def _said(self, figures: str) -> str:
-        """The figures, and how long the updates to come will take by the median of recent ones: the first ones do more, and
-        some are followed by other work."""
+        """The figures, and the time left by the median of recent updates: the first ones do more."""
         left = "estimating the time left"
         if len(self._seconds) >= UNKNOWN:
             left = f"{duration(statistics.median(self._seconds) * (self._total_steps - self._step))} left"

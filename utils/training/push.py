@@ -3,21 +3,18 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from utils.core.errors import UserError
 from utils.diffusion.hub import check_hub, has_pipeline, push_to_hub
-from utils.options.flags import RunOptions
+from utils.options.flags import AnyRun, RunOptions
 from utils.runs.record import RunRecord
-
-T = TypeVar("T", bound=RunOptions)
-LENGTH = ("num_epochs", "max_train_steps")
+from utils.runs.start import LENGTH
 
 
-def train_or_push(train: Callable[[T], int]) -> Callable[[T], int]:
+def train_or_push(train: Callable[[AnyRun], int]) -> Callable[[AnyRun], int]:
     """`train`, but for options that ask for nothing else than the push of a run that has ended. Returns the exit status."""
 
-    def run(options: T) -> int:
+    def run(options: AnyRun) -> int:
         if not pushes_alone(options):
             return train(options)
         if int(os.environ.get("RANK", "0")) == 0:

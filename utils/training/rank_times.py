@@ -18,8 +18,7 @@ RING = 256  # marks at most; what lies half as many marks back is over: a GPU's 
 
 
 class RankTimes:
-    """Of runs with several ranks; else its methods do nothing. Times on an accelerator are of its own stream, through events,
-    so that the host waits for none of them."""
+    """Of runs with several ranks; else it does nothing. On an accelerator by events, so that the host waits for none."""
 
     def __init__(self, accelerator: Accelerator, tells: Callable[[str | None], None]):
         """`tells` gets each kind when its time begins."""
@@ -84,8 +83,7 @@ class Shares(NamedTuple):
     collectives: tuple[float, ...]
 
     def figures(self) -> dict[str, float]:
-        """What to log: the rank that takes longest for what is its own (computing, its data), and how many times as long as the
-        median of the others."""
+        """The rank that takes longest for its own part (computing, data), and its time over the median of the others."""
         own = [compute + data for compute, data in zip(self.compute, self.data)]
         slowest = max(range(len(own)), key=own.__getitem__)
         usual = statistics.median(own[:slowest] + own[slowest + 1 :])

@@ -37,9 +37,8 @@ class Execution(NamedTuple):
 
 
 class Rerun:
-    """The loop of a script makes an update again while `again` returns True: from the same state, with the same batches, by the
-    same lines. Its methods are to be called on every process. The copies of the state lie on the host.
-    """
+    """The loop of a script makes an update again while `again` returns True: from the same state, with the same batches, by
+    the same lines. To be called on every process. The copies of the state lie on the host."""
 
     def __init__(self, run: Run, counters: Sequence[object] = ()):
         """`counters`: see `State`."""
@@ -49,7 +48,7 @@ class Rerun:
         self.due = False  # whether the update under way is made again
         self.replaced = False  # whether the newest update is no longer what the first execution made of it
         self._kept: list[dict] = []  # the batches of the update
-        self._left: Iterator[dict] = iter(())
+        self.kept: Iterator[dict] = iter(())  # those of them that an execution has not had yet
         self._seen: dict[str, Tensor] = {}
         self._executions: list[Execution] = []
         self._before: Any = None  # a State
@@ -81,10 +80,6 @@ class Rerun:
         if self.due:
             self._kept.append(batch)
 
-    def next_batch(self) -> dict:
-        """Of those that were kept."""
-        return next(self._left)
-
     def add(self, losses: Losses, drawn: dict[str, Tensor]) -> None:
         """What a micro step was of, and what it lost."""
         if self.due:
@@ -109,7 +104,7 @@ class Rerun:
                 self._stance.enter_context(torch.compiler.set_stance("force_eager"))
             self._before.restore()
             self._run.state.step -= 1
-            self.repeating, self._left, self._seen = True, iter(self._kept), {}
+            self.repeating, self.kept, self._seen = True, iter(self._kept), {}
             return True
         self.repeating = self.due = False
         for hook in self._hooks:
@@ -159,8 +154,7 @@ class Rerun:
         return {"outcome": "wrong", "first": odd == 0} | _where(made[odd].digests, made[usual].digests)
 
     def _distances(self) -> list[list[float]]:
-        """Of the weights after each execution from those after each other one, on the rank where they are largest; inf where
-        they are not finite."""
+        """Of the weights after each execution from each other one, on the rank where they are largest; inf if not finite."""
         weights = [execution.after.weights() for execution in self._executions]
         own = torch.tensor([[0.0 if a is b else _distance(a, b) for b in weights] for a in weights])
         own = own.nan_to_num(torch.inf, posinf=torch.inf).to(self._run.accelerator.device)

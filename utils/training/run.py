@@ -106,11 +106,8 @@ def start_processes(options: RunOptions, broadcast_buffers: bool = False) -> Acc
 
 
 def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder | None:
-    """The folder of the run, which no other may use meanwhile, or None where it holds a finished run of the same options;
-    trackers and the Hub are asked first, for they may refuse.
-
-    Raises UserError, see `start_of`, `check_hub`, `start_trackers` and `RunFolder.claim`.
-    """
+    """The folder of the run, or None where it holds a finished run of the same options. Trackers and the Hub, which may
+    refuse, come first. Raises UserError, see `start_of`, `check_hub`, `start_trackers` and `RunFolder.claim`."""
     global_batch_size = accelerator.num_processes * options.micro_batch_size * options.gradient_accumulation_steps
     launched = {"global_batch_size": global_batch_size, "mixed_precision": accelerator.mixed_precision}
     start = made_on_main_process(accelerator, "looking at the folder", start_of, options, launched)
@@ -123,7 +120,7 @@ def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder | N
         on_main_process(accelerator, "asking the Hub", _announce_push, options)
     on_main_process(accelerator, "starting the trackers", start_trackers, accelerator, options)
     folder = RunFolder(Path(options.output_dir))
-    names = ("pretrained", *options.paths())  # the first that is in the way is told, and this one may have set --vae
+    names = ("pretrained", *options.marked("path"))  # the first that is in the way is told, and this one may have set --vae
     inputs = {name: getattr(options, name) for name in names if name not in ("output_dir", "cache_dir")}
     if options.dataset_name == DIGITS:
         del inputs["dataset_name"]
@@ -133,8 +130,7 @@ def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder | N
 
 
 def load_data(options: RunOptions, accelerator: Accelerator, autoencoder: Autoencoder | None = None) -> TrainingData:
-    """What the run learns from, with an `autoencoder` latents. Raises UserError for anything about the data that a user can
-    mend."""
+    """Images, or with an `autoencoder` latents. Raises UserError for anything about the data that a user can mend."""
     shown = accelerator.is_main_process and not options.quiet
     with Bar(what := "reading the images", shown=shown) as bar, waited_for(accelerator, what):  # one of each machine packs them
         data = TrainingData(options, accelerator, bar.set)
@@ -154,10 +150,8 @@ def begin_run(
     objective: Objective,
     optimizer: Optimizer,
 ) -> Run:
-    """A fresh run, or the one that --resume_from_checkpoint names, ready for its next update. On every process.
-
-    Raises UserError where the checkpoint does not fit the options, or the folder cannot be written.
-    """
+    """A fresh run, or a resumed one, ready for its next update, on every process. Raises UserError where the checkpoint does
+    not fit the options, or the folder cannot be written."""
     length = RunLength.of(options, len(data.training), accelerator.num_processes)
     shown = accelerator.is_main_process and not options.quiet
     with Bar(what := "testing the export of the network", shown=shown):

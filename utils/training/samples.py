@@ -51,10 +51,8 @@ class SampleGrids:
         self.stopped = False
 
     def make(self) -> None:
-        """Writes samples/<step>.png (raw | EMA from the same noise) and samples/<step>-path.png, and logs both.
-
-        Records what they are like. Every process must call it.
-        """
+        """Writes and logs samples/<step>.png (raw | EMA from the same noise) and <step>-path.png, and records what they are
+        like. Every process must call it."""
         run, step = self._run, self._run.state.step
         kinds = [nullcontext, run.averaged] if run.ema is not None else [nullcontext]
         steps = len(kinds) * self._plan.denoising_steps(self._plan.batch_size)  # no process has more than one batch

@@ -43,37 +43,23 @@ FIRST_GROUPS = ("train/", "validation/")
 
 
 def start_trackers(accelerator: Accelerator, options: RunOptions) -> None:
-    """Starts the trackers that write no files in the run's folder, on the main process, which is to call it. A resumed run goes
-    on in the run that it had in the tracker, where there still is one.
-
-    Raises UserError for one that cannot start: without an account or a server, say.
-    """
+    """Starts the trackers that write no files, on the main process. A resumed run goes on in its run of the tracker, where
+    that still is. Raises UserError for one that cannot start: without an account or a server, say."""
     earlier = _earlier(options, partial(print, flush=True))
     for name in options.trackers:
-        tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
-        if tracker_class.requires_logging_directory:
+        if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory:
             continue
-        project_variable, run_variable, run_keyword = NAMES.get(name, (None, None, None))
-        project = options.project_name or os.environ.get(project_variable or "") or options.script
-        named = os.environ.get(run_variable) if run_variable else None
-        run_name = named or Path(options.output_dir).resolve().name
+        _, run_variable, run_keyword = NAMES.get(name, (None, None, None))
+        run_name = os.environ.get(run_variable or "") or Path(options.output_dir).resolve().name
         fresh = {run_keyword: run_name} if run_keyword else {}
-
-        def start(about: dict[str, str], name: str = name, tracker_class: Any = tracker_class, project: str = project) -> Any:
-            tracker = tracker_class(project, **about)
-            if options.project_name and name == "mlflow":  # which takes its variable before what it is told
-                tracker.experiment_name = project
-            tracker.start()
-            return tracker
-
         tracker = None
         if name in earlier:
             try:
-                tracker = start(fresh | CONTINUE[name](earlier[name]))
+                tracker = _started(options, name, fresh | CONTINUE[name](earlier[name]))
             except Exception as error:  # it is gone, or on another server
                 print(f"{name}: {one_line(error)[:500]}; a new run starts there", flush=True)
         try:
-            tracker = tracker or start(fresh)
+            tracker = tracker or _started(options, name, fresh)
         except Exception as error:  # each tracker has its own
             raise UserError(
                 f"--logger {name} cannot start: {one_line(error)[:500]}\n"
@@ -82,10 +68,19 @@ def start_trackers(accelerator: Accelerator, options: RunOptions) -> None:
         accelerator.trackers.append(tracker)
 
 
+def _started(options: RunOptions, name: str, about: dict[str, str]) -> Any:
+    project = options.project_name or os.environ.get(NAMES.get(name, ("",))[0] or "") or options.script
+    tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
+    tracker = tracker_class(project, **about)
+    if options.project_name and name == "mlflow":  # which takes its variable before what it is told
+        tracker.experiment_name = project
+    tracker.start()
+    return tracker
+
+
 def _earlier(options: RunOptions, tell: Callable[[str], None] = lambda line: None) -> dict[str, str]:
     """The runs that an earlier start of a resumed run had, by the names of the trackers. `tell` gets a line where this start
-    does not go on in them: they are those of the folder that was copied, or have another continuation of an older checkpoint.
-    """
+    does not go on in them: they are of a folder that was copied, or of a newer checkpoint."""
     folder, asked = Path(options.output_dir), options.resume_from_checkpoint
     checkpoints = list_checkpoints(folder)
     if not asked or not checkpoints:
@@ -106,16 +101,11 @@ def _earlier(options: RunOptions, tell: Callable[[str], None] = lambda line: Non
 
 
 class Trackers:
-    """A tracker that fails (a full disk, a lost connection) is given up, not the run.
-
-    Every method may be called on all ranks; the main process alone writes.
-    """
+    """On all ranks, of which the main one alone writes. A tracker that fails (a full disk, say) is given up, not the run."""
 
     def __init__(self, accelerator: Accelerator, options: RunOptions, first_step: int, print_line: Callable[[str], None]):
-        """Takes those that were started, and starts those that write files. `print_line` gets a line about one that fails.
-
-        TensorBoard hides what a killed run had logged after `first_step` updates: one value per tag and step.
-        """
+        """Takes those that were started, and starts those that write files. `print_line` is told of one that fails.
+        TensorBoard hides what a killed run had logged after `first_step` updates: one value per tag and step."""
         self._accelerator, self._print_line, self._first_step = accelerator, print_line, first_step
         self._continued = _earlier(options) if accelerator.is_main_process else {}
         if accelerator.is_main_process:
@@ -219,9 +209,8 @@ def _plain(value: Any) -> bool | int | float | str:
 
 
 def _outlive_older_event_files(folder: Path) -> None:
-    """TensorBoard reads event files in the order of their names, which hold seconds, and what a later file purges must be
-    older. The second in which an earlier start made its file is waited out; if the clock was set back, the files are renamed.
-    """
+    """TensorBoard reads event files by their names, which hold seconds, and what a later one purges must be older. The second
+    of an earlier start is waited out; if the clock was set back, the files are renamed."""
     found = [(re.fullmatch(r"(events\.out\.tfevents\.)(\d+)(\..*)", path.name), path) for path in folder.glob("events.*")]
     files = sorted((int(match[2]), path, match) for match, path in found if match)
     now = int(time.time())

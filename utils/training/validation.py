@@ -32,11 +32,9 @@ class Validation:
 
     @torch.no_grad()
     def mean_loss(self) -> float:
-        """Returns the mean over DRAWS noisings of each held-out image, equal on all processes.
-
-        The noise levels lie in the middles of as many equal slices of the training's levels, so that the figure moves with the
-        weights and not with the luck of the draw.
-        """
+        """Returns the mean over DRAWS noisings of each held-out image, equal on all processes. The noise levels lie in the
+        middles of equal slices of the training's, so that the figure moves with the weights and not with the luck of the
+        draw."""
         run, size = self._run, self._run.options.micro_batch_size
         objective, accelerator, total = run.objective, run.accelerator, len(run.data.validation) * DRAWS
         loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")

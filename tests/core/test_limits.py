@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.core import control_groups, processors
+from utils.core import limits
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ def test_the_limit_of_control_groups(own, groups, limit, monkeypatch, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     (tmp_path / "own").write_text(own)
-    monkeypatch.setattr(control_groups, "ROOT", tmp_path)
-    monkeypatch.setattr(control_groups, "OWN", tmp_path / "own")
-    assert processors.processor_limit() == limit
+    monkeypatch.setattr(limits, "ROOT", tmp_path)
+    monkeypatch.setattr(limits, "OWN", tmp_path / "own")
+    assert limits.processor_limit() == limit
 
 
 @pytest.mark.parametrize(("limit", "cores"), [(None, 8), (0.5, 1), (1.5, 1), (3.9, 3), (64.0, 8)])
 def test_a_run_has_no_more_threads_than_its_control_group_lets_run(limit, cores, monkeypatch):
-    monkeypatch.setattr(processors.os, "sched_getaffinity", lambda process: range(8), raising=False)
-    monkeypatch.setattr(processors, "processor_limit", lambda: limit)
-    assert processors.usable_cores() == cores
+    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda process: range(8), raising=False)
+    monkeypatch.setattr(limits, "processor_limit", lambda: limit)
+    assert limits.usable_cores() == cores

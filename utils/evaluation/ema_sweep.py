@@ -1,0 +1,96 @@
+"""Which EMA length is best for a run: a distance of its samples from its training images, width after width."""
+
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from utils.core.bars import Bar
+from utils.core.errors import UserError
+from utils.core.files import write_json
+from utils.data.autoencoder import Autoencoder
+from utils.data.dataset import cache_folder, load_images
+from utils.data.training_data import split_validation
+from utils.diagnostics.report.page import write_page
+from utils.diagnostics.report.plots import Curve, plot
+from utils.diffusion.guidance import make_guided_prediction
+from utils.diffusion.pipelines import image_shape
+from utils.diffusion.sampling import SamplePlan, Scheduler, full_precision, make_sampler, sample, sampling_steps, to_uint8
+from utils.evaluation.extractors import make_extractor
+from utils.evaluation.feature_sets import extract, reference_features
+from utils.evaluation.quality import MIN_IMAGES, compare
+from utils.options.flags import DataOptions, RunOptions
+from utils.options.paths import located
+from utils.runs.folder import WITHOUT, RunFolder
+
+METRICS = ("fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels")
+
+
+def make_judge(
+    accelerator: Accelerator,
+    run: Path,
+    scheduler: Scheduler,
+    metric: str,
+    decoder: Autoencoder | None,
+    *,
+    num_images: int,
+    batch_size: int,
+    seed: int,
+) -> Callable[[nn.Module], float]:
+    """A function from a network to the `metric` (of METRICS) of its samples beside the run's training images; the lower the
+    better. `decoder`: of a run on latents. The samples are those that generate.py makes with the run's own sampler and `seed`,
+    of all classes in turn.
+
+    Raises UserError for too few images.
+    """
+    kind, features = metric.split("_")
+    options = located(RunFolder(run).record(), run, RunOptions.marked("path"))
+    images = load_images(DataOptions.from_record(WITHOUT | options))
+    images, _ = split_validation(images, options["validation_images"], options["seed"])
+    if len(images) < MIN_IMAGES:
+        raise UserError(f"{len(images)} training images are too few\nat least {MIN_IMAGES} are needed")
+    extractor = make_extractor(features, images).to(accelerator.device)
+    cache = cache_folder(options["cache_dir"])
+    with Bar("features of the real images", len(images)) as bar:
+        real = reference_features(accelerator, extractor, images, batch_size=batch_size, cache_dir=cache, progress=bar.update)
+    requested = options.get("num_inference_steps") or options.get("ddpm_num_inference_steps")
+    sampler = make_sampler(options["sampler"], scheduler)
+    num_inference_steps = sampling_steps(options["sampler"], requested, scheduler)
+
+    def judge(unet: nn.Module) -> float:
+        made_by = (seed, batch_size, accelerator.device, decoder)
+        plan = SamplePlan(sampler, num_inference_steps, image_shape(unet), *made_by)
+        predict = make_guided_prediction(unet, scheduler.config)
+
+        def make_images(numbers: torch.Tensor) -> torch.Tensor:
+            return to_uint8(sample(unet, plan, numbers, predict=predict))
+
+        with full_precision(unet.to(accelerator.device)), Bar("making samples", num_images) as bar:
+            (generated,), _ = extract(accelerator, [extractor], num_images, batch_size, make_images, progress=bar.update)
+        return compare(generated, real, standardized=extractor.standardized, seed=seed)[kind]
+
+    return judge
+
+
+def write_sweep(output_dir: Path, run: Path, metric: str, step: int, num_images: int, values: dict[float, float]) -> None:
+    """sweep.json and sweep.html, from what each width gave. Raises OSError."""
+    best = min(values, key=lambda width: values[width])
+    found = {"run": str(run), "metric": metric, "step": step, "num_images": num_images, "best_width": best}
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_json(output_dir / "sweep.json", found | {"widths": {str(width): value for width, value in values.items()}})
+    widths = sorted(values)
+    curve = Curve(f"{num_images} samples", widths, [values[width] for width in widths])
+    figure = plot(
+        f"{metric} by EMA width",
+        [curve],
+        unit=metric,
+        x_label="relative width",
+        marks=[(best, f"best: {best:g}")],
+        reading=f"The lower the better: best at {best:g}. In a flat valley, all widths are about equally good.",
+    )
+    header = f"<header><h1>EMA widths of {escape(run.resolve().name)}</h1><p>after {step} updates</p></header>"
+    sections = [("Widths", figure)]
+    write_page(output_dir / "sweep.html", title="EMA widths", header=header, sections=sections, source=str(run))
