@@ -118,7 +118,7 @@ def make_judge(
     Raises UserError for too few images.
     """
     kind, features = metric.split("_")
-    options = located(RunFolder(run).record(), run, RunOptions.paths())
+    options = located(RunFolder(run).record(), run, RunOptions.marked("path"))
     images = load_images(DataOptions.from_record(WITHOUT | options))
     images, _ = split_validation(images, options["validation_images"], options["seed"])
     if len(images) < MIN_IMAGES:

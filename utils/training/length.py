@@ -43,8 +43,8 @@ def about_small_set(images: int, parameters: int, length: RunLength, dropout: fl
     batch, updates = length.global_batch_size, length.max_train_steps
     return [
         f"{images} images are few: {parameters / 1e6:.1f} M parameters, dropout {dropout:g}, {updates:,} updates show each one "
-        f"{updates * batch / images:.0f} times. After about {BEARS} times ({BEARS * images // batch:,} updates), samples become "
-        "copies (docs/data.md)"
+        f"{updates * batch / images:.0f} times. After about {BEARS} times ({BEARS * images // batch:,} updates), samples "
+        "become copies (docs/data.md)"
     ]
 
 
