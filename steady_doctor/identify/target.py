@@ -260,6 +260,8 @@ def _put_together(tape: Tape, root: Op, mixture: Mixture, target: Target, value:
         if tuple(image.shape) == shape and numel(other) == value.numel() == count:
             places = tape.value(other, {image: torch.arange(count, dtype=torch.float64).reshape(shape)}).flatten().long().cpu()
             back = torch.argsort(places)
+            if not torch.equal(places[back], torch.arange(count)):  # rounded on the way, as to half precision
+                continue
             target.value = value.flatten()[back].reshape(shape)
             target.slope = None if target.slope is None else target.slope.flatten()[back].reshape(shape)
             return
