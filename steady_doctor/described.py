@@ -41,12 +41,12 @@ RISES = 0.9  # of 1 less a decay, from one recorded update to the next
 FEW = 0.2  # of the averages of an update, that have a decay which is said
 
 
-def described(seen: Seen, network: str = "", optimizer: str = "") -> str:
-    """`network`: the class of what the `optimizer` trains; empty where they are not known."""
+def described(seen: Seen) -> str:
     if not seen.updates:
         return "no optimizer step was seen: nothing was judged"
-    of = f" of {network}" if network else ""
-    parts = [f"{seen.updates} update{'s' * (seen.updates != 1)}{of}", _passes(seen), optimizer, _averages(seen)]
+    of = f" of {seen.network}" if seen.network else ""
+    updates = f"{seen.updates} update{'s' * (seen.updates != 1)}{of}{', after another training' * seen.is_later}"
+    parts = [updates, _passes(seen), seen.optimizer, _averages(seen)]
     return "; ".join(part for part in parts if part)
 
 

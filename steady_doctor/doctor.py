@@ -42,8 +42,8 @@ class Doctor:
         self.seen = Seen()
         self.ranks = Ranks()
         self.session = Session(self._look, stopped, optimizer)
-        self.network, self.optimizer, self._told = "", "", network  # classes
-        self._begun = 0
+        self._told, self._begun = network, 0
+        self._earlier: list[tuple[Seen, list[Found]]] = []  # trainings that were over when another one began
         self._looked, self._options = looked, Options()
 
     def install(self) -> ExitStack:
@@ -55,7 +55,7 @@ class Doctor:
     def _look(self, recorded: Recorded) -> None:
         if self._begun != self.session.begun:
             self._begun = self.session.begun
-            self.seen.steps.clear()
+            self._begin_anew()
         step = identify(recorded)
         if not any(one.mixture for one in step.passes) and not self.seen.mixed() and self.session.turn():
             return
@@ -65,14 +65,31 @@ class Doctor:
         if not self.seen.steps:
             self.seen.predictions, self.seen.alphas_cumprod = declared()
             own = "weights written by the script itself, which is not judged"
-            self.optimizer = own if by_hand else type(recorded.optimizer).__name__
-            self.network = self._told or owner_of(recorded.parameters)
+            self.seen.optimizer = own if by_hand else type(recorded.optimizer).__name__
+            self.seen.network = self._told or owner_of(recorded.parameters)
         self.seen.steps.append(step)
         self.ranks.tell(recorded.update, digests(recorded, step))
         self._looked()
 
+    def _begin_anew(self) -> None:
+        """Another training; what an earlier one of a denoiser showed stays."""
+        if self.seen.mixed():
+            self._earlier.append((self.seen, judge(self.seen)))
+        self.seen, self.ranks = Seen(is_later=bool(self._earlier)), Ranks()
+
+    @property
+    def told(self) -> Seen:
+        """What there is to say something about: of the latest training of a denoiser."""
+        return self._earlier[-1][0] if self._earlier and not self.seen.mixed() else self.seen
+
     def findings(self, ended: bool = False) -> list[Found]:
         """`ended`: the script came to its own end."""
+        found = {one.code: one for _, earlier in self._earlier for one in earlier}
+        if self.told is self.seen:
+            found |= {one.code: one for one in self._judged(ended) if one.code not in found}
+        return list(found.values())
+
+    def _judged(self, ended: bool) -> list[Found]:
         self.seen.updates, self.seen.ended = self.session.updates, ended
         self.seen.begins, self.seen.dataset_rows = self.session.loads.begins, self.session.loads.rows
         self.seen.data_changed = self.session.loads.changed()

@@ -100,7 +100,7 @@ class Result:
             return own
         if any(SEVERITIES.index(one.severity) <= SEVERITIES.index(self._fail_on) for one in self.findings):
             return 1
-        if self.doctor.seen.mixed() and not self.failure:
+        if self.doctor.told.mixed() and not self.failure:
             return 0
         why = f"the doctor stopped: {self.failure}" if self.failure else "no mixture of image and noise was identified"
         print(f"error: --fail_on {self._fail_on}: {why}", file=sys.stderr, flush=True)
@@ -114,7 +114,7 @@ class Result:
             print(f"note: the doctor stopped, the script goes on: {self.failure}", file=sys.stderr, flush=True)
 
     def _said(self) -> str:
-        return described(self.doctor.seen, self.doctor.network, self.doctor.optimizer)
+        return described(self.doctor.told)
 
     def _write(self) -> None:
         """Both files; a full disk is no reason to stop."""
@@ -123,11 +123,11 @@ class Result:
             script=Path(sys.argv[0]).name,
             said=self._said(),
             failure=self.failure,
-            judged=bool(self.doctor.seen.steps),
+            judged=bool(self.doctor.told.steps),
             counted=count_line(self.findings),
             findings=self.findings,
             columns=COLUMNS,
-            rows=list(figures(self.doctor.seen)),
+            rows=list(figures(self.doctor.told)),
         )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ class Result:
         """In the terminal, after all that the script printed; the findings last."""
         if not self._main:
             return
-        seen = self.doctor.seen
+        seen = self.doctor.told
         lines = ["", f"watched: {self._said()}", self._unwritten or f"report: {self.folder / REPORT}"]
         if seen.steps and self._shows_all:
             lines += ["", *(" | ".join(row) for row in (COLUMNS, *figures(seen)))]

@@ -19,6 +19,9 @@ from steady_doctor.record.history import History
 class Seen:
     steps: list[Step] = field(default_factory=list)  # the recorded updates, the oldest first
     updates: int = 0  # all that were made
+    network: str = ""  # the class of what is trained; empty where it is not known
+    optimizer: str = ""  # and that of the optimizer
+    is_later: bool = False  # another denoiser was trained before
     by_hand: bool = False  # by the script, without an optimizer of torch
     begins: dict[int, list[tuple[float, ...]]] = field(default_factory=dict)  # of each dataset: how each pass over it begins
     dataset_rows: dict[int, int] = field(default_factory=dict)  # of each dataset

@@ -132,7 +132,9 @@ def _mixtures(tape: Tape, given: list[Given], noises: int) -> Iterator[Mixture]:
         mixture.given = got
         mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
         _find_clean(tape, mixture, given)
-        if not mixture.only_noise or not got.content & ~candidate.content:  # else noise times a mask, before it is added
+        # Noise alone may be multiplied by a mask before it is added; and normal numbers that nobody drew here may be images.
+        is_drawn = any(source.kind == "drawn" for source in mixture.draws)
+        if not mixture.only_noise or (is_drawn and not got.content & ~candidate.content):
             yield mixture
 
 
@@ -169,7 +171,8 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
     may_be = {source for source in sources if _may_be_noise(source, tape)}
     size = max((each.value.shape[0] for each in given if each.value.floating and each.value.shape), default=1)
     most = max(map(numel, may_be), default=0)
-    of_samples = {source for source in may_be if numel(source) * PART * size > most and numel(source) > LEAST}
+    spread = {source: 1 if source.shape[:1] == (size,) else size for source in may_be}  # over how many samples
+    of_samples = {source for source in may_be if numel(source) * PART * spread[source] > most and numel(source) > LEAST}
     of_samples = {source for source in of_samples if numel(source) != size or most == size}  # else it is a level
     drawn = {source for source in of_samples if source.kind == "drawn"}  # normal numbers beside it are data
     bits = sum(1 << source.index for source in drawn or of_samples)
@@ -180,7 +183,11 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
     small = [
         source
         for source in sources
-        if source.kind == "drawn" and source.floating and numel(source) > size and not 1 << source.index & (bits | told)
+        if source.kind == "drawn"
+        and source.floating
+        and numel(source) > size
+        and not 1 << source.index & (bits | told)
+        and any(_broadcasts(source.shape, noise.shape) for noise in of_samples)
     ]  # more than one number of each sample: no level
     return bits | sum(1 << source.index for source in small if told)  # an offset of each sample
 
@@ -360,8 +367,9 @@ def _decides(tape: Tape, mixture: Mixture, source: Op) -> bool:
 
 
 def _is_for_many(source: Op, size: int) -> bool:
-    """Whether it may hold a level for each sample of several passes, which take their parts of it."""
-    return source.kind == "drawn" and numel(source) == max((1, *source.shape)) and numel(source) % size == 0
+    """Whether it may hold a level for each sample of several passes, which take their parts of it; or two of each sample."""
+    is_row = numel(source) == max((1, *source.shape)) and numel(source) % size == 0
+    return source.kind == "drawn" and (is_row or numel(source) == 2 * size)
 
 
 def _picking(tape: Tape, mixture: Mixture) -> Iterator[Op]:

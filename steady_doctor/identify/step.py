@@ -11,7 +11,7 @@ from steady_doctor.identify.conditions import Conditions, find_conditions
 from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture, given_to_network
 from steady_doctor.identify.network import Network, identify_network
-from steady_doctor.identify.target import COMPARES, Target, by_image, by_others, find_target
+from steady_doctor.identify.target import COMPARES, Target, by_image, by_network, by_others, find_target
 from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, products_of, told_mixture
 from steady_doctor.identify.update import Update, identify_update
 from steady_doctor.record.ops import Op
@@ -73,6 +73,7 @@ class Asked:
     by_others: bool = False  # the level of another sample decides how much an error counts, or a draw of its own
     by_network: bool = False  # another network's output is in it
     noised: bool = True  # any of what counts has noise in the input
+    beyond: tuple[str, float] = "", 0.0  # the network's last operation, and the share of the target that it can never give
 
 
 @dataclass
@@ -223,8 +224,8 @@ def _on_host(figures: Tensor | None) -> Tensor | None:
 
 def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
     asked = Asked(target.kind, _on_host(target.p), _on_host(target.q), _on_host(target.rest), _on_host(target.seen))
-    asked.skips, asked.noised = target.skips, target.noised
-    asked.by_network = any(front.content and front not in target.layers for front in root.fronts)
+    asked.skips, asked.noised, asked.beyond = target.skips, target.noised, target.beyond
+    asked.by_network = by_network(tape, root, target)
     if target.slope is not None and not target.by_variance and target.slope.shape[0] == mixture.size:
         slope = target.slope.abs().flatten(1)
         slope = slope.cpu()

@@ -18,7 +18,9 @@ COMPARES = {"sub", "rsub", "sub_", "mse_loss", "l1_loss", "smooth_l1_loss", "hub
 LEAST_STEP = 0.1  # of the output, above the rounding of what it is compared with; networks begin with outputs of nearly 0
 FEWEST, EXCHANGED = 4, 6  # samples of a batch, and how many of them are tried
 SAME_WEIGHT = 1e-3  # of a weight, which is a quotient of differences
+BOUNDS = {"tanh": (-1.0, 1.0), "sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "relu": (0.0, torch.inf)}  # of what it gives
 BESIDE, UNEVEN = 1e-3, 0.1  # of the target's spread; and of the gradient at the output
+CLOSE = 1e-2  # of an output's bounds
 QUADRATIC = 1e-2  # by how much the slope of the gradient may change between two steps
 
 
@@ -38,16 +40,21 @@ class Target:
     seen: Tensor | None = None  # samples of which enough elements count, [B]
     by_variance: bool = False  # how much its errors count depends on a variance that the network gives, too
     noised: bool = True  # any of what counts has noise in the input
+    beyond: tuple[str, float] = "", 0.0  # the last operation, and the share of what is asked for that it can never give
 
 
 def find_output(tape: Tape, root: Op, mixture: Mixture) -> Op | None:
     """The output of the network that got the mixture: the last layer before the loss, of its size.
 
-    Where several layers end the network, as with low-rank adapters, it is the first value that all that follows goes through.
+    Where several layers end the network, as with low-rank adapters, it is the first value that all that follows goes through;
+    of heads that end in terms of their own in the loss, the one that gives images.
     """
     noise, size = mixture.noise.content, mixture.value.numel()
     layers = [op for op in root.fronts if op.content & noise and torch.Size(op.shape).numel() >= size]
     output = _where_all_end(tape, root, mixture, layers) if layers else None
+    of_size = [layer for layer in layers if layer.trained and numel(layer) in (size, 2 * size)]
+    if output is None and len(of_size) == 1:
+        output = _with_gates(tape, root, mixture, of_size[0])
     return output and _without_others(tape, root, size, output)
 
 
@@ -84,7 +91,9 @@ def _where_all_end(tape: Tape, root: Op, mixture: Mixture, layers: list[Op]) -> 
         ours = [last for last in sides if _learns(tape, last, layers)]
         if op.name in COMPARES and len(ours) == 1 < len(sides):  # two networks are compared
             way = set(tape.upstream(ours[0]))
-            return _where_all_end(tape, root, mixture, [layer for layer in layers if layer in way])
+            own = [layer for layer in layers if layer in way]
+            # The same ones where a network is compared with what it gave itself.
+            return _where_all_end(tape, root, mixture, own) if len(own) < len(layers) else None
         return _with_gates(tape, root, mixture, op)
     return None
 
@@ -147,10 +156,23 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
         ours, others = (one[:, : mixture.value.shape[1]] for one in (here, beside))
         found.by_variance = bool((ours - others).norm() > SAME_WEIGHT * ours.norm())
     found.skips = _skips(tape, root, output, mixture)
+    found.beyond = _beyond(tape, root, output)
     _as_images(tape, root, mixture, found, wanted)
     if found.value is not None and found.value.shape == mixture.value.shape and mixture.clean_value is not None:
         _shares(tape, mixture, found.value, found)
     return found
+
+
+def _beyond(tape: Tape, root: Op, output: Op) -> tuple[str, float]:
+    for ours, other in _comparisons(tape, root, output):
+        while ours.name in FORMS and ours.reads:
+            ours = ours.reads[0][1]
+        name = ours.name.strip("_")
+        if name in BOUNDS:
+            (low, high), wanted = BOUNDS[name], tape.value(other)
+            return name, float(((wanted < low - CLOSE) | (wanted > high + CLOSE)).double().mean())
+        break
+    return "", 0.0
 
 
 def _with_variance(value: Tensor, mixture: Mixture) -> bool:
@@ -290,6 +312,20 @@ def _shares(tape: Tape, mixture: Mixture, value: Tensor, target: Target) -> None
         found, rest = fit(y, *(v.double().flatten(1) * known for v in (mixture.clean_value, noise) if v is not None))
         if target.rest is None or float(rest.max()) < 0.1 * float(target.rest.max()):
             target.rest, target.p, target.q = rest, found[:, 0], found[:, 1]
+
+
+def by_network(tape: Tape, root: Op, target: Target) -> bool:
+    """Whether the target follows another network's output, which is in the loss; else that is in a term of its own."""
+    others = [front for front in root.fronts if front.content and front not in target.layers]
+    if not others:
+        return False
+    try:
+        value = tape.value(target.output).double()
+        here = gradient_of(tape, root, target.output, value)
+        moved = gradient_of(tape, root, target.output, value, {one: 1 - tape.value(one) for one in others})
+    except (NotRecorded, RuntimeError):
+        return True
+    return here is None or moved is None or bool((here - moved).norm() > SAME_WEIGHT * here.norm())
 
 
 def by_image(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:

@@ -10,6 +10,7 @@ from steady_doctor.seen import Seen
 SETTLED = 8  # updates after which layers that begin at zero have let gradients through
 MOSTLY = 0.9  # of the gradient's numbers
 LEAST = 3  # recorded updates that agree, where one may be chance
+HALVED = 24  # steps in a row that are left out: the usual first scale of a loss is 2^16
 TINY = 0.01  # of the gradient, and its norm, that clipping leaves
 SAME = 1e-3  # of a gradient
 USUAL = 1e-6  # epsilons of Adam are below it
@@ -121,6 +122,15 @@ def finite(seen: Seen) -> Iterator[Found]:
             yield Found("gradient-not-finite", update.number)
 
 
+def left_out(seen: Seen) -> Iterator[Found]:
+    """Steps that a GradScaler leaves out, until its scale no longer explains it; also where none was made at all."""
+    steps, broken = seen.history.left_out
+    if broken >= LEAST:
+        yield Found("network-not-finite", seen.updates + 1, {"updates": broken, "of": steps})
+    elif steps >= HALVED:
+        yield Found("gradient-not-finite", seen.updates + 1)
+
+
 def none(seen: Seen) -> Iterator[Found]:
     """No pass gives a gradient to anything that an optimizer has, or could have."""
     known = seen.recorded()
@@ -140,4 +150,4 @@ def _of(which: tuple[int, ...], of: int) -> dict[str, int]:
     return {"count": len(which), "of": of, "first": which[0]}
 
 
-LAWS = (finite, left_over, cleared, clipped, sign, small, none, missing, unread, micro_steps)
+LAWS = (finite, left_out, left_over, cleared, clipped, sign, small, none, missing, unread, micro_steps)

@@ -14,6 +14,7 @@ NO_STEP = 0.05  # of it: a high rate that moves large weights by less is none, a
 ENOUGH = 8  # updates, before a schedule is judged by what it did
 NOTHING = 1e-5  # of the highest rate: where it stays below that, nothing is learned any more
 AT_END = 0.25  # of the run
+RISES = 0.02  # of a rate, within the last quarter of the run
 FACTOR = 0.02  # of the rate that the optimizer was given, which a schedule multiplies
 SHORT, LONG = 0.5, 1.5  # of a schedule's length, made in the whole run
 EACH = 64  # updates, of which each has its rate kept
@@ -40,7 +41,7 @@ class Rates:
     def rises_to_the_end(self) -> bool:
         pairs = list(zip(self.values, self.values[1:]))
         late = self.values[-max(2, len(self.values) // 4) :]
-        return self.moves and all(b >= a for a, b in pairs) and late[-1] > late[-2] and late[-1] > late[0]
+        return self.moves and all(b >= a for a, b in pairs) and late[-1] > late[-2] and late[-1] > (1 + RISES) * late[0]
 
 
 def _groups(seen: Seen) -> list[Rates]:

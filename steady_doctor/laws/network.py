@@ -8,6 +8,7 @@ from steady_doctor.seen import Seen
 LOOKS = 2  # recorded updates
 LATE = 8  # the update from which on a layer that begins with zeros is none any more
 MOST_DEAD = 0.5  # of the tensors
+OUT_OF_REACH = 0.05  # of the target's numbers
 
 
 def finite(seen: Seen) -> Iterator[Found]:
@@ -22,6 +23,14 @@ def mode(seen: Seen) -> Iterator[Found]:
         modes = [training for one in step.network.called for training in one.drops]
         if modes and not any(modes):
             yield Found("network-evaluation-mode", step.update.number, {"layers": len(modes)})
+
+
+def bounded(seen: Seen) -> Iterator[Found]:
+    """The last operation never gives what is asked for."""
+    beyond = [(update, *one.target.beyond) for update, one in seen.mixed() if one.target is not None]
+    if len(beyond) >= LOOKS and all(share > OUT_OF_REACH for *_, share in beyond):
+        update, name, share = beyond[0]
+        yield Found("network-bounded", update, {"by": name, "share": share})
 
 
 def batch_norm(seen: Seen) -> Iterator[Found]:
@@ -62,4 +71,4 @@ def level_ignored(seen: Seen) -> Iterator[Found]:
         yield Found("network-level-ignored", late[0][0], {"updates": len(late)})
 
 
-LAWS = (finite, mode, batch_norm, encoder, frozen, dead, level_ignored)
+LAWS = (finite, mode, bounded, batch_norm, encoder, frozen, dead, level_ignored)

@@ -23,7 +23,8 @@ def shared(seen: Seen) -> Iterator[Found]:
         along = [axis for axis, size in enumerate(mixture.input.shape) if size > 1]
         noise = mixture.noise
         if len(noise.shape) == len(mixture.input.shape):
-            same = [axis for axis in along if noise.shape[axis] == 1 or axis in noise.same_along]
+            is_spread = noise.count < mixture.input.count  # else it was given another shape
+            same = [axis for axis in along if (is_spread and noise.shape[axis] == 1) or axis in noise.same_along]
             if same:
                 yield Found("noise-shared", update, {"axis": same[0], "shape": mixture.input.shape})
         if _twice(mixture):

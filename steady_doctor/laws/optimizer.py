@@ -34,6 +34,13 @@ def others(seen: Seen) -> Iterator[Found]:
         yield Found("optimizer-lacks-parameters", known[0].number, figures)
 
 
+def nothing(seen: Seen) -> Iterator[Found]:
+    """No step of any optimizer finds a gradient, and no backward pass gives it one, which could be cleared before the step."""
+    has_passes = any(update.gradient.passes for update in seen.recorded())
+    if seen.updates >= LATE and not seen.history.got_any and not has_passes:
+        yield Found("optimizer-without-gradient", 1, {"updates": seen.updates})
+
+
 def again(seen: Seen) -> Iterator[Found]:
     """One step for each gradient, by one optimizer, which keeps what it has gathered."""
     history = seen.history
@@ -89,4 +96,4 @@ def half(seen: Seen) -> Iterator[Found]:
         yield Found("optimizer-half-precision", known[0][0], {"share": known[0][1]})
 
 
-LAWS = (others, again, settings, epsilon, half)
+LAWS = (others, nothing, again, settings, epsilon, half)

@@ -38,6 +38,9 @@ class History:
         self.without_pass: list[int] = []  # updates without a backward pass since the one before
         self.remade: list[int] = []  # updates by another optimizer of the same parameters than the one before
         self.lost: list[int] = []  # updates before which the optimizer's state had gone
+        self.got_any = False  # whether any optimizer's step, of this one or another, found a gradient
+        self.left_out = (0, 0)  # the most steps in a row that a GradScaler left out, and of how many the loss was not finite
+        self._left_out = (0, 0)  # up to now
         self.batches = 0  # of data loaders
         self.epochs = 0  # times that a data loader came to its end
         self.schedules: list[Schedule] = []
@@ -56,7 +59,7 @@ class History:
     def of_another(self) -> "History":
         """What is known beside the optimizer, for another one."""
         new = History()
-        new.batches, new.epochs, new._made = self.batches, self.epochs, self._made
+        new.batches, new.epochs, new._made, new.got_any = self.batches, self.epochs, self._made, self.got_any
         return new
 
     def made(self, schedule: LRScheduler) -> None:
@@ -66,6 +69,13 @@ class History:
     def passed(self) -> None:
         """After a backward pass."""
         self._passes += 1
+
+    def scaled(self, is_left_out: bool, loss: Tensor | None) -> None:
+        """After a step by a GradScaler, which scaled this loss."""
+        steps, broken = self._left_out
+        is_broken = is_left_out and loss is not None and not bool(torch.isfinite(loss).all())
+        self._left_out = (steps + 1, broken + is_broken) if is_left_out else (0, 0)
+        self.left_out = max(self.left_out, self._left_out)
 
     def before_step(self, optimizer: Optimizer, update: int) -> None:
         if self._had_state and not optimizer.state and (not self.remade or self.remade[-1] != update):

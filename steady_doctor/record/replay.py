@@ -90,10 +90,10 @@ class Replay:
                 elif through and each.name == "detach":
                     tensors[each.result] = tensors[each.args[0].number]
                 else:
-                    arguments = _filled(each.args, tensors, precise), _filled(each.kwargs, tensors, precise)
                     try:
+                        arguments = _filled(each.args, tensors, precise), _filled(each.kwargs, tensors, precise)
                         result = each.func(*arguments[0], **arguments[1])
-                    except (IndexError, RuntimeError) as error:
+                    except (IndexError, KeyError, RuntimeError) as error:  # KeyError: another result of what was replaced
                         if not instead:  # of the script's own values: an error of ours, which is said
                             raise
                         raise NotRecorded(f"{each.name} does not take these values") from error

@@ -24,9 +24,11 @@ from steady_doctor.record.history import History
 from steady_doctor.record.loads import Handling, Loads
 from steady_doctor.record.ops import tensors_in
 from steady_doctor.record.recorded import Recorded, parameters_of
+from steady_doctor.record.stored_weights import StoredWeights
 from steady_doctor.record.tape import Tape
 from steady_doctor.record.wrapping import compile_, without_warning, wrap
 
+LATER = 8  # steps of another optimizer, without one of that which is watched, from which on it is what trains now
 OBJECTS = 200_000  # Python's, that are new when the garbage collector begins in a recorded update
 
 
@@ -63,13 +65,15 @@ class Session:
         self._left: Tape | None = None  # where it is not entered for a while
         self._rests_in_step = False  # as the tape does from before a step to after it
         self.loads = Loads()
-        self._loaded: set[int] = set()  # parameters of modules that took stored weights
-        self._not_loaded: list[tuple[set[int], tuple[str, int, str, str]]] = []
+        self.stored = StoredWeights()
         self._judge, self._stopped = judge, stopped
         self._due = recorded_updates()
         self._next = next(self._due)
         self._main: Optimizer | ByHand | None = optimizer
         self._is_known = optimizer is not None
+        self._may_end = optimizer is None  # whether another training may come after that of the one that is watched
+        self._others: weakref.WeakKeyDictionary[Optimizer, Copies] = weakref.WeakKeyDictionary()  # before their first step
+        self._alone: tuple[Optimizer | ByHand | None, int] = None, 0  # the one that made the latest steps, and how many
         self._computing: list[Tensor] | None = None  # what the network has instead of the optimizer's parameters
         self._leaves: list[Tensor] | None = None  # what the newest backward pass asked a gradient of, and as it was then
         self._weights: Weights | None = None
@@ -81,6 +85,7 @@ class Session:
         self._seeing = ExitStack()  # hooks of a recorded update
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._inside = 0  # of how many backward passes
+        self._scaled: Tensor | None = None  # the loss that a GradScaler scaled last
 
     def install(self) -> ExitStack:
         """Closing the result takes all hooks away."""
@@ -97,6 +102,8 @@ class Session:
             wrap(hooks, kind, "__init__", self._make_schedule)
         wrap(hooks, torch.nn.utils, "clip_grad_norm_", self._clip)
         wrap(hooks, torch.nn.Module, "load_state_dict", self._load_state)
+        wrap(hooks, torch.amp.GradScaler, "scale", self._scale)
+        wrap(hooks, torch.amp.GradScaler, "step", self._scaled_step)
         return hooks
 
     def _watch_steps(self, hooks: ExitStack) -> None:
@@ -215,7 +222,7 @@ class Session:
             if self._weights is not None and self._weights.changed():
                 self._stepped_by_hand()
         elif self._weights is not None and self._weights.are(leaves) and self._weights.changed():
-            self._main = ByHand(leaves)
+            self._main, self.history.got_any = ByHand(leaves), True
             self._made[self._main] = self.updates = 1
         self._leaves = leaves
 
@@ -259,7 +266,7 @@ class Session:
         self._stop()
         self._main, self.updates, self._computing = optimizer, self._made[optimizer], None
         self.begun += 1
-        self.history, self.copies = self.history.of_another(), None
+        self.history, self.copies = self.history.of_another(), self._others.pop(optimizer, None)
         self._due = recorded_updates()
         self._next = next(self._due)
 
@@ -273,22 +280,27 @@ class Session:
 
     def _load_state(self, original: Callable, module: Any, *arguments: Any, **options: Any) -> Any:
         result = original(module, *arguments, **options)
-        self._safely(self._note_load, module, arguments[0] if arguments else options["state_dict"], result)
+        self._safely(self.stored.loaded, module, arguments[0] if arguments else options["state_dict"], result)
         return result
 
-    def _note_load(self, module: Any, state: Any, result: Any) -> None:
-        missing, unexpected = (getattr(result, name, ()) for name in ("missing_keys", "unexpected_keys"))
-        own = {id(parameter) for parameter in module.parameters()}
-        if missing and unexpected and len(unexpected) == len(state):  # nothing of it had a place
-            self._not_loaded.append((own, (type(module).__name__, len(state), missing[0], unexpected[0])))
-        else:
-            self._loaded |= own
-
     def not_loaded(self) -> list[tuple[str, int, str, str]]:
-        """Of each module of what is trained that was to load weights and took none at any time: its class, how many weights
-        were stored, and a key of each side."""
-        trained = {id(parameter) for parameter in parameters_of(self._main)} if self._main is not None else set()
-        return [told for own, told in self._not_loaded if own & trained and not own & self._loaded]
+        """As `StoredWeights` has them, of the modules that are trained."""
+        return self.stored.without_a_place(parameters_of(self._main) if self._main is not None else [])
+
+    def _scale(self, original: Callable, scaler: Any, outputs: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(outputs, Tensor) and not self.resting:
+            self._scaled = outputs.detach()
+        return original(scaler, outputs, *arguments, **options)
+
+    def _scaled_step(self, original: Callable, scaler: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+        """A GradScaler leaves out the optimizer's step where gradients are not finite."""
+        if not isinstance(optimizer, Optimizer):
+            return original(scaler, optimizer, *arguments, **options)
+        before = self._made.get(optimizer, 0)
+        result = original(scaler, optimizer, *arguments, **options)
+        if self._main is None or optimizer is self._main:
+            self._safely(self.history.scaled, self._made.get(optimizer, 0) == before, self._scaled)
+        return result
 
     def _make_optimizer(self, original: Callable, optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
         original(optimizer, *arguments, **options)
@@ -312,8 +324,10 @@ class Session:
         if optimizer not in self._made:
             self._meet(optimizer)
         if optimizer is self._before and optimizer is not self._main:  # it goes on: the later one was for something beside it
-            self._is_known = True
+            self._is_known, self._may_end = True, False
             self._begin(optimizer)
+        has_closure = any(callable(x) for x in (*arguments[1:], *options.values()))
+        self.history.got_any |= has_closure or any(parameter.grad is not None for parameter in parameters_of(optimizer))
         if optimizer is not self._main:
             return
         self.history.before_step(optimizer, self.updates + 1)
@@ -321,7 +335,6 @@ class Session:
             self.copies = Copies(parameters_of(optimizer))
         if self._recorded is not None:
             others = (parameter for other in self._optimizers for parameter in parameters_of(other))
-            has_closure = any(callable(x) for x in (*arguments[1:], *options.values()))
             self._recorded.before_step({id(parameter) for parameter in others}, has_closure)
             if self.tape is not None and not has_closure:
                 self.tape.paused += 1  # what the step does shows in the weights
@@ -347,6 +360,8 @@ class Session:
             self._begin(optimizer)
         elif not self._is_known and _size(optimizer) > _size(self._main):
             self._begin(optimizer)
+        elif self._may_end and self._looks_for_copies:
+            self._others[optimizer] = Copies(parameters_of(optimizer))
 
     def _takes_over(self, optimizer: Optimizer) -> bool:
         """Whether it may train a denoiser after one that did not: an autoencoder's, which comes first."""
@@ -357,9 +372,13 @@ class Session:
         if self._inside:
             return
         self._made[optimizer] = self._made.get(optimizer, 0) + 1
+        self._alone = optimizer, self._alone[1] + 1 if self._alone[0] is optimizer else 1
         if optimizer is not self._main:
             if self._recorded is not None:
                 self._recorded.stepped_other()
+            if self._may_end and self._alone[1] == LATER:  # what was watched is over, and this is another training
+                self._before, self._is_known = self._main, False
+                self._begin(optimizer)
             return
         if self._recorded is not None:
             self._recorded.after_step()

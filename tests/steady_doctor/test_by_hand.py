@@ -63,7 +63,7 @@ def watched(style, loss, updates=22):
     with doctor.install():
         weights = style(loss, updates)
     assert doctor.session.failure is None
-    return [one.code for one in doctor.findings()], described(doctor.seen, doctor.network, doctor.optimizer), weights
+    return [one.code for one in doctor.findings()], described(doctor.seen), weights
 
 
 @pytest.mark.parametrize("style", STYLES)

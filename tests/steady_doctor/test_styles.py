@@ -54,7 +54,7 @@ def train(network, loss_of, updates=14, data=None, rate=1e-3, after=lambda: None
                 step += 1
     assert doctor.session.failure is None
     found = [one.code for one in doctor.findings()]
-    said = described(doctor.seen, doctor.network, doctor.optimizer)
+    said = described(doctor.seen)
     assert said.startswith(f"{step} updates of ")
     return found, said
 
