@@ -8,11 +8,10 @@ from torch import Tensor
 
 from steady_doctor.identify.mixture import Mixture
 from steady_doctor.identify.rows import alike, is_value, origins, with_a_row_each, without
-from steady_doctor.record.ops import Op
+from steady_doctor.record.ops import REPLACES, Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
 
-REPLACES = {"where", "masked_fill", "masked_fill_", "index_put_", "index_fill_"}
 MOST_CLASSES = 4096
 
 
@@ -94,8 +93,14 @@ def _own_answer(tape: Tape, end: Op, mixture: Mixture) -> int:
 
 
 def _gets_none(tape: Tape, at: Op, without_gradient: int) -> bool:
-    """Whether all that wants a gradient of the parameters that are read there gets one of exactly 0."""
-    return at.meets and bool(at.uses & without_gradient) and not at.uses & tape.wanted & ~without_gradient
+    """Whether all that wants a gradient of the parameters that are read there gets one of exactly 0. What stands in the place
+    of a condition gets one where it is chosen alone."""
+    return (
+        at.meets
+        and at.name not in REPLACES
+        and bool(at.uses & without_gradient)
+        and not at.uses & tape.wanted & ~without_gradient
+    )
 
 
 def _met(tape: Tape, output: Op, by_layers_alone: bool) -> Iterator[tuple[Op, Op]]:
@@ -126,7 +131,7 @@ def _of_data(tape: Tape, value: Op) -> bool:
 
 def _condition(tape: Tape, op: Op, mixture: Mixture) -> Condition:
     value = tape.value(op)
-    largest = float(value.abs().max()) if value.numel() else 0.0
+    largest = float(value.double().abs().max()) if value.numel() else 0.0
     found = Condition(op.shape, False, sums_of_rows(value), largest, op.floating, False, as_labels(value))
     before = _before_draws(tape, op)
     found.varies = before is not None

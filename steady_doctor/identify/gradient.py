@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steady_doctor.record.ops import Op
+from steady_doctor.record.ops import REPLACES, Op
 from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.samples import Samples
@@ -83,12 +83,29 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     trains = [reads and wanted for reads, wanted in zip(used, wants)]
     missing = (~recorded.at_step.there & ~was_given).tolist()
     found.without = tuple(k for k, is_missing in enumerate(missing) if trains[k] and is_missing)
-    found.zero = tuple(k for k, some in enumerate(gave_some.tolist()) if whole.zero[k] and trains[k] and not some)
+    may_be_chosen = _in_the_place_of_others(recorded)
+    found.zero = tuple(
+        k
+        for k, some in enumerate(gave_some.tolist())
+        if whole.zero[k] and trains[k] and not some and not may_be_chosen >> k & 1
+    )
     found.unread = tuple(k for k, reads in enumerate(used) if not reads and wants[k])
     found.unused = _unused(recorded, found.unread, max((root.index for root in roots), default=0))
     found.copies = sum(bool(recorded.at_step.some[k]) for k in found.unread)
     found.by_hand = whole.norm > 0 and not bool(gave_some.any())
     return found
+
+
+def _in_the_place_of_others(recorded: Recorded) -> int:
+    """Bits of the parameters that only take the place of chosen values, as of a condition that is dropped: they get a gradient
+    where that happens."""
+    replacing = otherwise = 0
+    for op in recorded.tape.ops:
+        if op.meets:
+            alone = [last.uses for _, last in op.reads if not last.content]
+            for uses in alone:
+                replacing, otherwise = (replacing | uses, otherwise) if op.name in REPLACES else (replacing, otherwise | uses)
+    return replacing & ~otherwise
 
 
 def _unused(recorded: Recorded, unread: tuple[int, ...], last: int) -> tuple[int, ...]:

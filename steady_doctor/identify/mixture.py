@@ -60,6 +60,7 @@ class Mixture:
     table: Tensor | None = None  # [3, rows looked at]: row, a, b
     growth: Tensor | None = None  # [B]: of the logarithm of (a / b)^2, with a level that is drawn as a number of its own
     told_within: bool = False  # the network may get the level in one value with the mixture, or in numbers from elsewhere
+    told_otherwise: bool = False  # a layer gets rows that are made of nothing, or of a draw that decides nothing of the mixture
     behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
     given: Op | None = None  # what the network gets: the mixture itself, or what was made of it
 
@@ -118,9 +119,25 @@ def find_mixture(tape: Tape, root: Op) -> Mixture:
     if first is None:
         raise Nothing("no-noise" if not noises else "noise-not-linear")
     find_told(tape, first, given)
+    first.told_otherwise = _told_otherwise(tape, root, first, given)
     _find_table(tape, first)
     _find_growth(tape, first)
     return first
+
+
+def _told_otherwise(tape: Tape, root: Op, mixture: Mixture, given: list[Given]) -> bool:
+    size = mixture.size
+    drawn = {
+        source for each in _beside(mixture, given) for source in tape.sources(each.value.content) if source.kind == "drawn"
+    }
+    if any(numel(source) == size and not mixture.input.made_of >> source.index & 1 for source in drawn):
+        return True
+    for op in tape.upstream(root):
+        if op.kind == "op" and op.meets and not op.made_of and op.shape[:1] == (size,):
+            beside = [last for _, last in op.reads if not last.trained and last.kind not in PARAMETERS]
+            if any(last.shape[:1] == (size,) for last in beside):
+                return True
+    return False
 
 
 def _mixtures(tape: Tape, given: list[Given], noises: int) -> Iterator[Mixture]:
@@ -261,7 +278,25 @@ def _mixture(tape: Tape, op: Op, noises: int, levels: int) -> Mixture | None:
             continue
         b, rest = multiple(share * where, spread * where)
         if float(rest.max()) < LINEAR:
-            return Mixture(op, value, noise, spread, list(tape.sources(noise.content)), b, where)
+            draws = list(tape.sources(noise.content))
+            if (before := _before_levels(tape, noise, spread, draws)) is not None:
+                noise, spread, factors = before
+                b = b * factors
+            return Mixture(op, value, noise, spread, draws, b, where)
+    return None
+
+
+def _before_levels(tape: Tape, op: Op, value: Tensor, choices: list[Op]) -> tuple[Op, Tensor, Tensor] | None:
+    """One of these values, itself and the factors [B], where `value` is it times a number of each sample, which differ: the
+    noise levels, where they come from elsewhere."""
+    for each in choices:
+        if each is op or numel(each) != value.numel() or len(value) < 2:
+            continue
+        earlier = tape.value(each).reshape(value.shape)
+        factors, rest = multiple(value, earlier)
+        differ = float(factors.max() - factors.min()) > 10 * LINEAR * float(factors.abs().max())
+        if differ and float(rest.max()) < LINEAR:
+            return each, earlier, factors
     return None
 
 
@@ -305,10 +340,19 @@ def _find_clean(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
             a, offset, left = _multiple_and_constant(rest, value, mixture.where)
         if float(left.max()) < LINEAR and float(a.abs().max()) > 0:
             mixture.clean, mixture.clean_value, mixture.a, mixture.offset = op, value, a, offset
+            if not mixture.levels and (before := _before_levels(tape, op, value, _free_of(tape, op))) is not None:
+                shares = a * before[2]
+                if any(float(total.max() - total.min()) < LINEAR for total in (shares**2 + mixture.b**2, shares + mixture.b)):
+                    mixture.clean, mixture.clean_value, mixture.a = before[0], before[1], shares
             _share_of_nothing(tape, mixture)
             break
     extra = mixture.input.content & ~noise & ~levels & ~mixture.image
     mixture.extra = tuple(source for source in tape.sources(extra) if source.kind == "drawn")
+
+
+def _free_of(tape: Tape, op: Op) -> list[Op]:
+    """What it is made of, the last first."""
+    return [each for each in reversed(tape.upstream(op)) if each.floating and each.content and len(each.outs) < 2]
 
 
 def _share_of_nothing(tape: Tape, mixture: Mixture) -> None:
@@ -347,7 +391,11 @@ def _levels(tape: Tape, mixture: Mixture, given: list[Given]) -> list[Op]:
     for each in _beside(mixture, given):
         told |= each.value.made_of
     known = [source for source in small if 1 << source.index & told]
-    return list(dict.fromkeys([*(known or [source for source in small if source.kind == "drawn"]), *_picking(tape, mixture)]))
+    picking, drawn = list(_picking(tape, mixture)), [source for source in small if source.kind == "drawn"]
+    if not (known or drawn or picking) and mixture.size > 1:  # shares that were computed outside of torch
+        rows = [source for source in tape.sources(mixture.input.rows) if numel(source) == mixture.size]
+        return rows if any(_decides(tape, mixture, source) for source in rows) else []
+    return list(dict.fromkeys([*(known or drawn), *picking]))
 
 
 def _decides(tape: Tape, mixture: Mixture, source: Op) -> bool:
@@ -430,7 +478,9 @@ def _may_be_told(tape: Tape, mixture: Mixture, given: list[Given]) -> bool:
     mixed = [each.value for each in given if each.value.content & mixture.noise.content and each.value not in noised]
     within = {op for value in mixed for op in tape.upstream(value, noised)}
     beside = {op for each in _beside(mixture, given) for op in tape.sources(each.value.made_of)}
-    elsewhere = [op for op in beside if op.kind == "outside" and op.floating and numel(op) == mixture.size > 1]
+    by_numpy = bool(mixture.levels) and all(source.kind == "outside" and source.floating for source in mixture.levels)
+    known = [op for op in beside if op.kind == "outside" and (op.floating or by_numpy)]
+    elsewhere = [op for op in known if numel(op) == mixture.size > 1]
     return bool(elsewhere) or not within.isdisjoint(mixture.levels)
 
 

@@ -48,6 +48,7 @@ class Mixed:
     embedding: Figures | None = None  # of the noise level, as it meets the network's parameters
     only_noise: bool = False  # nothing is left of the input without the noise
     growth: Tensor | None = None  # of the logarithm of (a / b)^2 with the level that is drawn
+    told_otherwise: bool = False  # a layer gets rows made of nothing, or of a draw that decides nothing of the mixture
     behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
     noised: float = 0.0  # the share of the clean image that is a draw of its own
     changed_by: tuple[str, ...] = ()  # operations other than a change of shape or scale, between the mixture and the network
@@ -184,6 +185,7 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
         None if mixture.embedding is None else Figures.of(mixture.embedding),
         mixture.only_noise,
         _on_host(mixture.growth),
+        mixture.told_otherwise,
         mixture.behind_frozen,
         _noised(tape, mixture),
         _changed_by(tape, mixture),
@@ -202,9 +204,22 @@ def _noised(tape: Tape, mixture: Mixture) -> float:
     ]
     if not of_size or all(source.kind == "drawn" for source in sources):  # images that are made of draws alone
         return 0.0
-    without = tape.value(mixture.clean, {source: torch.zeros_like(tape.value(source)) for source in of_size})
+    of_encoder = _of_encoder(tape, mixture.clean)
+    without = tape.value(
+        mixture.clean, {source: torch.zeros_like(tape.value(source)) for source in of_size if source not in of_encoder}
+    )
     change = (mixture.clean_value.reshape(without.shape) - without).double()
     return float(change.norm() / mixture.clean_value.double().norm().clamp(min=1e-30))
+
+
+def _of_encoder(tape: Tape, clean: Op) -> set[Op]:
+    """Draws whose spread a frozen network gives: it is that of its latents."""
+    found: set[Op] = set()
+    for op in tape.upstream(clean):
+        sides = [last for _, last in op.reads]
+        if any("frozen" in {one.kind for one in tape.upstream(last)} for last in sides):
+            found.update(last for last in sides if last.kind == "drawn")
+    return found
 
 
 def _changed_by(tape: Tape, mixture: Mixture) -> tuple[str, ...]:

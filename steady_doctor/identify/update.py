@@ -70,6 +70,7 @@ class Update:
     named: list[Named] = field(default_factory=list)  # averages that the loop tells
     told: "ToldUpdate | None" = None
     weights_moved: float = 0.0  # outside of the optimizer's step: the distance over the size, of the parameter that moved most
+    weights_put_back: bool = False  # all of that to what they were before training
     weights_written_by: tuple[str, ...] = ()
     normalized: bool = False  # what was written has rows of one size
     by_itself: tuple[str, ...] = ()  # operations that mix weights with themselves
@@ -96,10 +97,14 @@ def identify_update(recorded: Recorded) -> Update:
 
 
 def _weights(recorded: Recorded, update: Update) -> None:
-    """What changed the weights outside of the step."""
+    """What changed the weights outside of the step. Numbers without a gradient are not trained, such as averages among the
+    parameters."""
     step = next((at for at, what in recorded.events if what == "step"), len(recorded.tape.ops))
     at_step = recorded.weights[-2] if len(recorded.weights) > 1 else recorded.at_start
-    update.weights_moved = far(at_step.rows, recorded.at_start.rows)
+    start, now, trained = recorded.at_start.rows, at_step.rows, recorded.at_step.rows != 0
+    update.weights_moved = far(now.where(trained, start), start)
+    if recorded.copies is not None and len(recorded.copies.starts) == len(now):
+        update.weights_put_back = bool((now == recorded.copies.starts)[now != start].all())
     update.weights_written_by = _writers(recorded, 0, step)
 
 

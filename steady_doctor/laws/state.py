@@ -14,6 +14,8 @@ def written(seen: Seen) -> Iterator[Found]:
     known = seen.recorded()
     if any(update.normalized or update.by_itself for update in known):
         return
+    if len(known) >= LEAST and all(update.weights_moved and update.weights_put_back for update in known):
+        return  # a part that is not to be trained is put back after each step
     for update in known:
         if update.weights_moved > MOVED:
             figures = {"by": _by(update.weights_written_by), "moved": update.weights_moved}

@@ -54,6 +54,15 @@ class Asks:
             if float(even.max()) < (1 + CLOSE) * float(even.min()) and self._is(p * size, q * size):
                 self.fits.append(name)
 
+    def is_multiple(self, scale: float) -> bool:
+        """Whether it is a known target times a number of each sample: what comes after the network may divide it."""
+        size = torch.hypot(self.p, self.q)
+        for p, q in self._known(scale).values():
+            across, along = self.p * q - self.q * p, self.p * p + self.q * q
+            if bool((across.abs() <= CLOSE * size * torch.hypot(p, q)).all()) and bool((along > 0).all()):
+                return not self.skips
+        return False
+
     def _known(self, scale: float) -> dict[str, tuple[Tensor, Tensor]]:
         a, b, one, zero = self.a, self.b, torch.ones_like(self.a), torch.zeros_like(self.a)
         known = {"epsilon": (zero, one), "sample": (one, zero), "score": (zero, -1 / b.clamp(min=1e-12))}
@@ -99,7 +108,7 @@ def known(seen: Seen) -> Iterator[Found]:
     update, found = asked
     if float(found.rest.max()) > REST:
         yield Found("target-other", update, {"rest": float(found.rest.max())})
-    elif not found.fits and found.kind and not found.single:
+    elif not found.fits and found.kind and not found.single and not found.is_multiple(levels(seen).scale):
         pairs = [(round(float(p), 3), round(float(q), 3)) for p, q in list(zip(found.p, found.q))[:4]]
         yield Found("target-path", update, {"pairs": pairs, "path": found.kind})
         if float((found.p.abs() - 1).abs().max()) < CLOSE and float((found.p + found.q).abs().max()) < CLOSE:

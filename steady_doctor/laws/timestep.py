@@ -40,7 +40,12 @@ def told(seen: Seen) -> Iterator[Found]:
     if len(ratios) < 4 or float(ratios.max() - ratios.min()) < 10 * MOVED:
         return
     if not any(mixture.told for _, mixture in known):
-        if all(one.has_source and not one.behind_frozen for _, one in known):  # else it may have come in there
+        # A network that has nothing for the level may be made so. Else what reads it is left out, or gets something else.
+        gradients = [update.gradient for update in seen.recorded()]
+        has_place = any(one.unread or one.without or one.zero for one in gradients) or any(
+            one.told_otherwise for _, one in known
+        )
+        if has_place and all(one.has_source and not one.behind_frozen for _, one in known):  # else it may have come in there
             yield Found("timestep-not-told", known[0][0])
         return
     known = [(update, mixture) for update, mixture in known if mixture.told]

@@ -55,8 +55,8 @@ class Copies:
         self._next = FIRST  # update after which it is looked whether they have moved
         self.left_behind = False  # statistics of batches move, and those of the average stay
         self._parameters = parameters
-        self._starts = Samples(parameters).rows
-        different = (self._starts.sort(1).values.diff(dim=1) != 0).sum(1) + 1
+        self.starts = Samples(parameters).rows
+        different = (self.starts.sort(1).values.diff(dim=1) != 0).sum(1) + 1
         known: dict[torch.Size, list[int]] = {}
         for k, count in enumerate(different.tolist()):
             if parameters[k].numel() > SAMPLED and count >= DIFFERENT:  # samples of smaller ones look like copies
@@ -84,7 +84,7 @@ class Copies:
     def _note(self, tensor: Tensor, values: Tensor, places: list[int]) -> bool:
         layout = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
         for k in places:
-            if torch.equal(values, self._starts[k].to(tensor.dtype).double()):
+            if torch.equal(values, self.starts[k].to(tensor.dtype).double()):
                 self.all.append(Copy(k, StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.device, layout, values))
                 return True
         return False
@@ -98,8 +98,8 @@ class Copies:
 
     def look(self, tape: Tape, loss: set[int]) -> None:
         """At a recorded update. `loss`: the indices of operations that a loss depends on."""
-        ways = Samples(self._parameters).rows - self._starts
-        is_other = ways.norm(dim=1) > 10 * CHANGED * self._starts.norm(dim=1)
+        ways = Samples(self._parameters).rows - self.starts
+        is_other = ways.norm(dim=1) > 10 * CHANGED * self.starts.norm(dim=1)
         self.changed = set(torch.nonzero(is_other).flatten().tolist())
         tensors, are_moved = self._see(ways)
         for copy, tensor, is_moved in zip(self.all, tensors, are_moved):
@@ -121,7 +121,7 @@ class Copies:
             return
         self._next = update + 1 + update // SELDOM
         with suppress(RuntimeError, NotImplementedError):  # weights that are freed
-            for copy, is_moved in zip(self.all, self._see(Samples(self._parameters).rows - self._starts)[1]):
+            for copy, is_moved in zip(self.all, self._see(Samples(self._parameters).rows - self.starts)[1]):
                 copy.moved_late |= is_moved
 
     def _see(self, ways: Tensor) -> tuple[list[Tensor | None], list[bool]]:

@@ -90,21 +90,21 @@ class History:
         if self._probe is None:
             self._probe = _Probe(parameter for group in optimizer.param_groups for parameter in group["params"])
         elif self._left is not None:
-            self._compare(update, self._probe.now())
+            self._compare(update, self._probe.now(), self._probe.trained())
 
-    def _compare(self, update: int, now: Tensor | None) -> None:
-        if now is None or now.shape != self._left.shape:  # type: ignore[union-attr]
+    def _compare(self, update: int, now: Tensor | None, trained: Tensor | None) -> None:
+        if now is None or trained is None or now.shape != self._left.shape:  # type: ignore[union-attr]
             return
         if now.device.type == "cpu":
-            if bool(self._is_other(now)) and bool(torch.isfinite(now).all()):
+            if bool(self._is_other(now, trained)) and bool(torch.isfinite(now).all()):
                 self._note_moved(update)
         else:
-            self._unknown.append((update, self._is_other(now) & now.isfinite().all()))
+            self._unknown.append((update, self._is_other(now, trained) & now.isfinite().all()))
 
-    def _is_other(self, now: Tensor) -> Tensor:
-        """By more than the rounding of a merge that is undone."""
+    def _is_other(self, now: Tensor, trained: Tensor) -> Tensor:
+        """By more than the rounding of a merge that is undone, where there is a gradient."""
         left: Tensor = self._left  # type: ignore[assignment]
-        return (now - left).norm() > MOVED * left.norm()
+        return ((now - left) * trained).norm() > MOVED * left.norm()
 
     def _note_moved(self, update: int) -> None:
         if len(self.moved) < MOST_UPDATES:
@@ -178,6 +178,18 @@ class _Probe:
         if places != self._places:
             self._places, self._views = places, [view for weight in self._weights for view in _some(weight)]
         return torch.cat(self._views) if self._views else None
+
+    def trained(self) -> Tensor | None:
+        """Which of these have a gradient other than 0, bool; None where that is not known."""
+        parts = []
+        for weight in self._weights:
+            gradient = weight.grad
+            if gradient is None or gradient.shape != weight.shape or gradient.stride() != weight.stride():
+                gradient = torch.zeros_like(weight) if gradient is None else None
+            if gradient is None:
+                return None
+            parts += [part != 0 for part in _some(gradient)]
+        return torch.cat(parts) if parts else None
 
 
 def _some(weight: Tensor) -> Iterable[Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 PICKS = {"index", "index_select", "gather", "take", "embedding", "take_along_dim"}  # (values, which of them, ...)
+REPLACES = {"where", "masked_fill", "masked_fill_", "index_put_", "index_fill_"}
 PARAMETERS = ("trained", "frozen", "unowned")
 
 

@@ -16,7 +16,10 @@ def declared() -> tuple[set[str], list[Tensor]]:
     for thing in gc.get_objects():
         if not issubclass(type(thing), of_diffusers.SchedulerMixin) or not hasattr(thing, "add_noise"):
             continue
-        if (prediction := getattr(thing.config, "prediction_type", None)) is not None:
+        prediction = getattr(thing.config, "prediction_type", None)
+        is_default = "prediction_type" in thing.config.get("_use_default_values", ())
+        samples = getattr(thing, "num_inference_steps", None) is not None
+        if prediction is not None and (samples or not is_default):  # else it adds noise alone, whatever is predicted
             predictions.add(prediction)
         table = getattr(thing, "alphas_cumprod", None)
         if isinstance(table, Tensor) and not any(

@@ -72,7 +72,9 @@ class Session:
         self._main: Optimizer | ByHand | None = optimizer
         self._is_known = optimizer is not None
         self._may_end = optimizer is None  # whether another training may come after that of the one that is watched
-        self._others: weakref.WeakKeyDictionary[Optimizer, Copies] = weakref.WeakKeyDictionary()  # before their first step
+        self._others: weakref.WeakKeyDictionary[Optimizer | ByHand, Copies] = (
+            weakref.WeakKeyDictionary()
+        )  # before their first step
         self._alone: tuple[Optimizer | ByHand | None, int] = None, 0  # the one that made the latest steps, and how many
         self._computing: list[Tensor] | None = None  # what the network has instead of the optimizer's parameters
         self._leaves: list[Tensor] | None = None  # what the newest backward pass asked a gradient of, and as it was then
