@@ -11,7 +11,7 @@ from steady_doctor.identify.conditions import Conditions, find_conditions
 from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture, given_to_network
 from steady_doctor.identify.network import Network, identify_network
-from steady_doctor.identify.target import COMPARES, Target, by_image, by_network, by_others, find_target
+from steady_doctor.identify.target import COMPARES, Target, beyond, by_image, by_network, by_others, find_target
 from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, products_of, told_mixture
 from steady_doctor.identify.update import Update, identify_update
 from steady_doctor.record.ops import Op
@@ -68,6 +68,7 @@ class Asked:
     slope: Tensor | None = None  # how much an error of each sample counts: the largest second derivative of the loss
     even: float | None = None  # the smallest slope within a sample, over the largest
     masked: bool = False  # of a sample that counts, some numbers do not
+    chosen: bool = False  # those that do not count are multiplied by a 0 that the script has for each sample
     each: int = 1  # numbers of one sample of the output
     skips: bool = False  # an image is added to the output before it is compared
     by_image: bool = False  # the image itself decides which of its errors count
@@ -239,7 +240,8 @@ def _on_host(figures: Tensor | None) -> Tensor | None:
 
 def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
     asked = Asked(target.kind, _on_host(target.p), _on_host(target.q), _on_host(target.rest), _on_host(target.seen))
-    asked.skips, asked.noised, asked.beyond = target.skips, target.noised, target.beyond
+    asked.skips, asked.noised = target.skips, target.noised
+    asked.beyond = beyond(tape, root, target.output)
     asked.by_network = by_network(tape, root, target)
     if target.slope is not None and not target.by_variance and target.slope.shape[0] == mixture.size:
         slope = target.slope.abs().flatten(1)
@@ -248,8 +250,20 @@ def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
         asked.even = float((slope.amin(1) / asked.slope.clamp(min=1e-30)).min())
         asked.by_others = by_others(tape, root, mixture, target)
         asked.masked = bool(((slope.amin(1) == 0) & (asked.slope > 0)).any())
+        asked.chosen = _are_chosen(tape, root, target, asked.slope > 0)
         asked.by_image = asked.even < EVEN and by_image(tape, root, mixture, target)
     return asked
+
+
+def _are_chosen(tape: Tape, root: Op, target: Target, counts: Tensor) -> bool:
+    """Whether a mask of the samples, with 0 and one other number, leaves out those that do not count."""
+    for op in tape.upstream(root, [target.output]) if not bool(counts.all()) else ():
+        for _, last in op.reads if op.name in ("mul", "mul_") else ():
+            if not last.trained and last.shape[:1] == counts.shape and torch.Size(last.shape).numel() == len(counts):
+                factors = tape.value(last).flatten().cpu()
+                if torch.equal(factors != 0, counts) and len(factors[counts].unique()) == 1:
+                    return True
+    return False
 
 
 def _squares(tape: Tape, root: Op, target: Target | None, size: int) -> tuple[tuple[int, ...], ...]:

@@ -40,7 +40,6 @@ class Target:
     seen: Tensor | None = None  # samples of which enough elements count, [B]
     by_variance: bool = False  # how much its errors count depends on a variance that the network gives, too
     noised: bool = True  # any of what counts has noise in the input
-    beyond: tuple[str, float] = "", 0.0  # the last operation, and the share of what is asked for that it can never give
 
 
 def find_output(tape: Tape, root: Op, mixture: Mixture) -> Op | None:
@@ -52,7 +51,8 @@ def find_output(tape: Tape, root: Op, mixture: Mixture) -> Op | None:
     noise, size = mixture.noise.content, mixture.value.numel()
     layers = [op for op in root.fronts if op.content & noise and torch.Size(op.shape).numel() >= size]
     output = _where_all_end(tape, root, mixture, layers) if layers else None
-    of_size = [layer for layer in layers if layer.trained and numel(layer) in (size, 2 * size)]
+    heads = [layer for layer in layers if layer.trained]
+    of_size = next((those for times in (1, 2) if (those := [head for head in heads if numel(head) == times * size])), [])
     if output is None and len(of_size) == 1:
         output = _with_gates(tape, root, mixture, of_size[0])
     return output and _without_others(tape, root, size, output)
@@ -156,14 +156,14 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
         ours, others = (one[:, : mixture.value.shape[1]] for one in (here, beside))
         found.by_variance = bool((ours - others).norm() > SAME_WEIGHT * ours.norm())
     found.skips = _skips(tape, root, output, mixture)
-    found.beyond = _beyond(tape, root, output)
     _as_images(tape, root, mixture, found, wanted)
     if found.value is not None and found.value.shape == mixture.value.shape and mixture.clean_value is not None:
         _shares(tape, mixture, found.value, found)
     return found
 
 
-def _beyond(tape: Tape, root: Op, output: Op) -> tuple[str, float]:
+def beyond(tape: Tape, root: Op, output: Op) -> tuple[str, float]:
+    """The operation that ends the network, and the share of what is asked for that it can never give."""
     for ours, other in _comparisons(tape, root, output):
         while ours.name in FORMS and ours.reads:
             ours = ours.reads[0][1]

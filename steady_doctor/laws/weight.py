@@ -153,7 +153,7 @@ def left_out(seen: Seen) -> Iterator[Found]:
             place for place in range(len(slope)) if without[place] and not (without[:place].all() or without[place:].all())
         ]
         few = target.masked and int(without.sum()) <= mixture.size / 2  # of which a mask leaves nothing
-        if inner and not few:
+        if inner and not few and not target.chosen:
             yield Found("weight-none", update, {"without": int(without.sum()), "size": mixture.size})
 
 

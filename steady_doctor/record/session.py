@@ -59,6 +59,7 @@ class Session:
         self.begun = 0  # how often it went on with another optimizer
         self.history = History()
         self.copies: Copies | None = None
+        self.earlier = self.updates, self.history, self.copies  # of the optimizer before this one
         self.failure: BaseException | None = None
         self.resting = False  # whether what happens now is no part of the training
         self.tape: Tape | None = None
@@ -266,6 +267,7 @@ class Session:
     def _begin(self, optimizer: Optimizer | ByHand) -> None:
         """With this optimizer in place of another one."""
         self._stop()
+        self.earlier = self.updates, self.history, self.copies
         self._main, self.updates, self._computing = optimizer, self._made[optimizer], None
         self.begun += 1
         self.history, self.copies = self.history.of_another(), self._others.pop(optimizer, None)
