@@ -57,7 +57,7 @@ class DataOptions(Options):
         reads=lambda text: Size.of(text).resolution,
         words="a number of pixels, or two as height x width, such as 64x96",
     )
-    image_channels: int = flag(3, "1: gray, 2: gray with alpha, 3: RGB, 4: RGBA; more for arrays (3)", at_least=1)
+    image_channels: int = flag(3, "1: gray, 3: RGB; any number for arrays (3)", at_least=1)
     background: str = flag("white", "color behind transparent images (white)")
     center_crop: bool = flag(False, "crop the center (random place)")
     preserve_input_precision: bool = flag(False, "keep 16-bit images, and arrays, at 16 bits instead of scaling to 8")
@@ -404,7 +404,7 @@ class RunOptions(
         elif self.train_batch_size == "auto" and "gradient_accumulation_steps" in self.given:
             problem = "--train_batch_size auto and --gradient_accumulation_steps do not go together\n"
             problem += "leave out --gradient_accumulation_steps: auto computes it"
-        elif self.color_jitter and self.image_channels > 4:
+        elif self.color_jitter and self.image_channels not in (1, 3):
             problem = f"--color_jitter needs gray or RGB, not --image_channels {self.image_channels}\nleave out --color_jitter"
         elif self.budget is not None and by_budget:
             problem = f"--budget and --{by_budget[0]} do not go together: leave one of the two out"
