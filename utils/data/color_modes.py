@@ -15,6 +15,7 @@ TIFF as 8 bits (the high byte), and that is what arrives here.
 """
 
 import functools
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageColor
@@ -85,7 +86,7 @@ def _deep_planes(image: Image.Image, channels: int, background: tuple[int, int, 
     planes = [np.rint(white)]
     transparent = image.info.get("transparency")  # PNG: the one gray value that is see-through
     if transparent is not None:
-        gray = Image.new("RGB", (1, 1), background).convert("L").getpixel((0, 0))
+        gray: Any = Image.new("RGB", (1, 1), background).convert("L").getpixel((0, 0))
         colors = background if channels == 3 else [gray]
         planes = [np.where(values == transparent, color * (max_value / 255), planes[0]) for color in colors]
     if max_value == 65535:

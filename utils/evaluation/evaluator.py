@@ -33,7 +33,7 @@ NEAR_FLOOR = 5  # what benchmarks/quality/extractor_validation.py asks of a corr
 
 
 def metric_name(kind: str, result: dict) -> str:
-    """What a figure "fd" or "kd" of a result, as evaluate.py writes it, is called: "fd_randconv", "kd_pixels"; with the very
+    """What a figure "fd" or "kd" of a result, as evaluate.py writes it, is called: "fd_randconv", "kd_dinov2"; with the very
     weights that papers use "kid", and "fid" of 50,000 images, "fid_10k" of fewer."""
     if result["features"] != "inception" or result["extractor_sha256"] != INCEPTION_SHA256:
         return f"{kind}_{result['features']}"

@@ -675,7 +675,7 @@ class FeatureOptions(Options):
     """what it is measured with"""
 
     reference: Path | None = flag(None, "real images: a folder, arrays (.npy, .npz, HDF5), or a file of make-reference")
-    features: Literal["randconv", "classifier", "pixels", "inception", "dinov2"] = flag(
+    features: Literal["randconv", "classifier", "inception", "dinov2"] = flag(
         "randconv", "features for the distances (randconv)"
     )
     feature_weights: Path | None = flag(None, "local weights of inception (a file) or dinov2 (a folder)")
@@ -808,7 +808,7 @@ class ReconstructionOptions(Options):
         reads=lambda text: read_widths(text) and text,  # stays as it was written
         words=f"FIRST:LAST:STEP, such as 0.02:0.25:0.01, with at most {MOST_WIDTHS} widths above 0 and below {WIDEST}",
     )
-    metric: Literal["fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels"] = flag(
+    metric: Literal["fd_randconv", "kd_randconv"] = flag(
         "fd_randconv", "figure that decides which width is best: Frechet or kernel distance of features (fd_randconv)"
     )
     num_images: int = flag(1000, "samples for each width (1000)", at_least=FEWEST_IMAGES)
