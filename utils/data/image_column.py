@@ -38,14 +38,11 @@ _SMALLEST = 16  # values of an image, and characters of base64 that tell its for
 _HEAD = 64  # characters of base64 that are looked at
 _NUMBERS = re.compile(rf"[\[(\s]*\d+(?:[\s,;\[\]]+\d+){{{_SMALLEST - 1},}}[\])\s]*")
 _HEX = re.compile(r"(?:0x|\\x)?((?:[\da-fA-F]{2})+)")
-_QUOTED = re.compile(
-    r"""\s*<(?:.*?<)?img\b[^>]*?\bsrc\s*=\s*(["'])(?P<html>.*?)\1.*|!\[.*?\]\((?P<markdown>.*)\)|base64,(?P<data>.*)""",
-    re.DOTALL,
-)
 _OTHER_TEXTS = {  # how they begin: what they are, and what makes an image of them
     ("b'", 'b"'): ("bytes as Python writes them", "ast.literal_eval(cell)"),
     ("{",): ("a struct as JSON", "json.loads(cell)"),
-    ("<",): ("HTML, XML or SVG without the source of an image", None),
+    ("<",): ("HTML or XML", """re.search('src="(.*?)"', cell)[1]"""),
+    ("![",): ("Markdown", r"re.search(r'\((.*)\)', cell)[1]"),
 }
 _SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 FirstCell = Callable[[str], object]  # name of a column -> its first cell that is not empty
@@ -373,8 +370,8 @@ def _of_text(text: str) -> bytes | str | np.ndarray:
         if text.startswith("data:"):
             head, _, data = text.partition(",")
             return _decoded(data) if head.endswith(";base64") else unquote_to_bytes(data)
-        if _is_encoded(text):
-            return _decoded(text)
+        if _is_encoded(data := text.removeprefix("base64,")):
+            return _decoded(data)
     except binascii.Error as error:
         raise NoImage(f"damaged base64 ({error})") from None
     if text.startswith("file:/"):
@@ -395,8 +392,6 @@ def _of_text(text: str) -> bytes | str | np.ndarray:
             return _shaped(np.frombuffer(data, np.uint8), "np.frombuffer(bytes.fromhex(cell), np.uint8)")
     if os.path.lexists(text[:_LONGEST]):
         return text
-    if found := _QUOTED.fullmatch(text):
-        return _of_text(next(filter(None, (found["html"], found["markdown"], found["data"])), ""))
     for begins, (what, turned) in _OTHER_TEXTS.items():
         if text.lstrip().startswith(begins) and not text.lower().endswith(tuple(image_suffixes())):
             raise NoImage(what, turned)
