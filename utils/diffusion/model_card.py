@@ -161,15 +161,6 @@ def model_card(facts: Mapping) -> str:
     lines = [f"from diffusers import {name}", "", load, f"image = {call}.images[0]"]
     warning = "Loading it runs the Python files of this repository: read them first.\n\n" if carries_code else ""
     sections.append(f"## Use\n\n{warning}" + _code("python", "\n".join(lines)))
-    if facts.get("classes") and not is_edm2 and not facts.get("autoencoder") and not facts.get("objective"):
-        plain = [  # a pipeline of diffusers that asks any UNet2DModel for classes, with any scheduler
-            "from diffusers import ConsistencyModelPipeline, DDIMScheduler, UNet2DModel",
-            "",
-            f'unet = UNet2DModel.from_pretrained({place}, subfolder="unet")',
-            f'pipeline = ConsistencyModelPipeline(unet, DDIMScheduler.from_pretrained({place}, subfolder="scheduler"))',
-            "image = pipeline(class_labels=[0], num_inference_steps=50).images[0]",
-        ]
-        sections.append("With classes of diffusers alone, without guidance:\n\n" + _code("python", "\n".join(plain)))
     card = "\n\n".join(section for section in sections if section) + "\n"
     return card.encode(errors="replace").decode()  # names of files may hold bytes that are no text
 
