@@ -116,7 +116,6 @@ def lines(results: list[dict]) -> list[str]:
     rows.append(["most enlarged mode / real", *largest])
     if all(classes := [figures.get("classes") for figures in samples]):
         rows.append(["classes hit", *map(_hit, classes), f"judge right {classes[0]['accuracy']:.0%}"])
-        rows.append(["is_classifier", *(f"{found['score']:.3g}" for found in classes), ""])
     if all(copies := [figures.get("memorisation") for figures in samples]):
         against = copies[0]["compared_with"]
         real = f"{copies[0]['near_duplicates_real']:.2%} ({against})"
