@@ -120,8 +120,7 @@ def lines(results: list[dict]) -> list[str]:
         against = copies[0]["compared_with"]
         real = f"{copies[0]['near_duplicates_real']:.2%} ({against})"
         rows.append(["near-duplicates of training images", *(f"{found['near_duplicates']:.2%}" for found in copies), real])
-        ratios = [f"{found['pixel_ratio']:.2f} / {found['feature_ratio']:.2f}" for found in copies]
-        rows.append(["nearest training image, pixels / features", *ratios, f"1 ({against})"])
+        rows.append(["distance of the nearest one", *(f"{found['pixel_ratio']:.2f}" for found in copies), f"1 ({against})"])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
