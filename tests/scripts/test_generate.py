@@ -213,7 +213,7 @@ def edit_config(folder: Path, name: str, **changes):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda p: (p / "model_index.json").unlink(), r"cannot load .*: it has no model_index.json\nuse"),
+        (lambda p: (p / "model_index.json").unlink(), r"cannot load .*: it is no whole pipeline; it has a network: unet\nmake"),
         (lambda p: edit_config(p, "model_index.json", vae=["diffusers", "AutoencoderKL"]), "has scheduler, unet, vae"),
         (lambda p: edit_config(p, "model_index.json", unet=["diffusers", "UNet2DConditionModel"]), "UNet2DModel"),
         (lambda p: edit_config(p, "unet/config.json", block_out_channels=[8, 24]), "cannot load a pipeline from"),

@@ -21,6 +21,7 @@ from utils.core.size import Size
 from utils.data.autoencoder import Autoencoder, Scale, autoencoder_of, load_autoencoder
 from utils.diffusion.ddpm import PREDICTION_TYPES, config_for_any, flow_config, is_flow, scheduler_of
 from utils.diffusion.unet import load_plain
+from utils.diffusion.weights import advice, only_variant
 from utils.options.paths import located
 
 T = TypeVar("T", bound=nn.Module)
@@ -34,9 +35,10 @@ def load_unconditional(pipeline: str) -> tuple[UNet2DModel, dict]:
     """Returns the U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub, or as `load_network` of a
     checkpoint.
 
-    Weights may be safetensors or pickled tensors (of which nothing is run), in fp32 or as the variant "fp16"; the parts may lie
-    in folders of their own or, as in the first releases, side by side. Raises UserError for a pipeline of another kind, before
-    its weights are loaded, and for one whose scheduler has neither betas nor the levels of flow matching, such as EDM's.
+    Weights may be safetensors or pickled tensors (of which nothing is run), in fp32, as the variant "fp16", or, in a local
+    folder, as any variant that is there alone; the parts may lie in folders of their own or, as in the first releases, side by
+    side. Raises UserError for a pipeline of another kind, before its weights are loaded, and for one whose scheduler has
+    neither betas nor the levels of flow matching, such as EDM's.
     """
     is_checkpoint, index = _is_checkpoint(pipeline), _index_if_any(pipeline)
     by_our_scheduler = (index.get("_class_name") or "")[1:] == [OURS[1]] and "latent_std" not in index  # that carries its code
@@ -113,7 +115,7 @@ def _load_any_variant(pipeline: str) -> DiffusionPipeline:
         return DiffusionPipeline.from_pretrained(pipeline)
     except (OSError, ValueError):
         with contextlib.suppress(OSError, ValueError):
-            return DiffusionPipeline.from_pretrained(pipeline, variant="fp16")
+            return DiffusionPipeline.from_pretrained(pipeline, variant=only_variant(pipeline) or "fp16")
         raise  # what was wrong with the usual files
 
 
@@ -221,7 +223,7 @@ def _index(pipeline: str) -> dict:
 
 
 def _cannot_load(pipeline: str, error: Exception) -> UserError:
-    return UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}")
+    return UserError(f"cannot load a pipeline from {pipeline}: {advice(pipeline) or told(error, pipeline, 'model')}")
 
 
 def _index_if_any(pipeline: str) -> dict:
