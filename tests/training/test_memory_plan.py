@@ -10,13 +10,14 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import utils.training.memory_plan
 from utils.core.errors import UserError, out_of_memory
 from utils.optim.optimizers import make_optimizer
 from utils.options.flags import DDPMOptions
-from utils.training.memory_estimate import SHARE, UpdateParts, estimate_memory
+from utils.training.memory_estimate import SHARE, TrialStep, UpdateParts, estimate_memory
 from utils.training.memory_plan import MemoryPlan
 
 MIB = 2**20
@@ -75,6 +76,38 @@ def test_auto_takes_the_largest_divisor_that_fits_and_keeps_the_global_batch(pla
     assert plan_with(1.01 * peaks[24] / SHARE, global_batch_size=24).split() == (24, 1)
     with pytest.raises(UserError, match="no --train_batch_size fits"):
         plan_with(0.01, global_batch_size=24).split()
+
+
+@pytest.fixture
+def tried(monkeypatch) -> list[int]:
+    """The micro batches of real updates, which run out of memory with more than four images."""
+    sizes, run = [], TrialStep.run
+
+    def limited(step, micro_batch_size, micro_steps):
+        if not isinstance(step.parameters[0], FakeTensor):
+            sizes.append(micro_batch_size)
+            if micro_batch_size > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return run(step, micro_batch_size, micro_steps)
+
+    monkeypatch.setattr(TrialStep, "run", limited)
+    return sizes
+
+
+def test_a_trial_that_runs_out_of_memory_gives_way_to_the_next_smaller(plan_with, tried):
+    state = torch.random.get_rng_state()
+    plan = plan_with(1000, global_batch_size=12)
+    assert plan.split() == (4, 3)
+    assert tried == [12, 6, 4]
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert "tests it" not in plan.table(4, 3)
+
+
+def test_without_trials_the_prediction_decides_and_the_table_says_so(plan_with, tried):
+    plan = plan_with(1000, global_batch_size=12, dry_run=True)
+    assert plan.split() == (12, 1)
+    assert tried == []
+    assert "predicted to fit; a run tests it" in plan.table(12, 1)
 
 
 def test_processes_on_a_cpu_share_what_is_free(plan_with, monkeypatch):

@@ -74,7 +74,7 @@ def estimate_memory(
     device = torch.device(device)
     live = _LiveMemory(ALLOCATOR_BLOCK if device.type == "cuda" else 1)
     with FakeTensorMode(), device, live:
-        step = _Step(parts)
+        step = TrialStep(parts)
         live.restart()
         activations = step.run(micro_batch_size, 1 + accumulates)
 
@@ -94,8 +94,8 @@ def estimate_memory(
     )
 
 
-class _Step:
-    """Network, optimizer and EMA on torch's default device, of fake tensors."""
+class TrialStep:
+    """Network, optimizer and EMA to be tried out on torch's default device, with fake tensors for a prediction."""
 
     def __init__(self, parts: UpdateParts):
         self.image_shape, self.mixed_precision = parts.image_shape, parts.mixed_precision

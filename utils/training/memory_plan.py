@@ -1,5 +1,6 @@
-"""Whether a training fits its device, and how to make it fit."""
+"""Whether a training fits its device, and how to make it fit: predicted first, then tried out."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -8,12 +9,13 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from utils.core.bars import Bar
 from utils.core.distributed import from_main_process, local_processes, objects_from_all, on_main_process
-from utils.core.errors import UserError, explain_out_of_memory
+from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
 from utils.core.files import read_json
 from utils.core.limits import free_ram
 from utils.data.autoencoder import Autoencoder
@@ -26,6 +28,7 @@ from utils.training.memory_estimate import (
     GIB,
     SHARE,
     MemoryEstimate,
+    TrialStep,
     UpdateParts,
     estimate_memory,
     flops_per_image,
@@ -61,6 +64,7 @@ class MemoryPlan:
         self._make_network, self._make_optimizer, self._autoencoder = make_network, make_optimizer, autoencoder
         self._sharing = local_processes(accelerator) if accelerator.device.type == "cpu" else 1
         self.free = free_memory(accelerator.device, self._sharing)  # before anything is there
+        self._untried = False
 
     def _parts(self, **changes: Any) -> UpdateParts:
         """Of an update with the options, but for these."""
@@ -135,6 +139,8 @@ class MemoryPlan:
         share = f"{100 * estimate.peak / self.free:.0f} % of the {self.free / GIB:.1f} GiB that are free"
         if self._sharing > 1:
             share += f" to each of {self._sharing} processes"
+        if self._untried:
+            lines.append("auto: the largest micro batch that is predicted to fit; a run tests it and may use a smaller one")
         if self._options.compile:
             lines.append(
                 "--compile: the update of each report runs eagerly and needs that; where it does not fit, activations are not "
@@ -211,9 +217,10 @@ class MemoryPlan:
     def split(self, resumed: Path | None = None) -> tuple[int, int]:
         """(micro batch, micro steps) that make up `global_batch_size` exactly, on every process, all of which must call it.
 
-        For a number as `train_batch_size` see `length.split_batch`. With "auto" it is the largest micro batch that is predicted
-        to fit. What the run in the folder `resumed` was trained with stays while it does. Raises UserError where the global
-        batch cannot be split so, or not even one image fits.
+        For a number as `train_batch_size` see `length.split_batch`. With "auto" it is the largest micro batch that fits:
+        predicted, then, but for a dry run, tried out by a real update on every process; the next smaller one is taken until
+        all succeed. What the run in the folder `resumed` was trained with stays while it is predicted to fit. Raises UserError
+        when the global batch cannot be split so, or when not even one image fits.
         """
         num_processes, global_batch_size = self._accelerator.num_processes, cast(int, self._options.global_batch_size)
         if self._options.train_batch_size != "auto":
@@ -227,7 +234,32 @@ class MemoryPlan:
         recorded = from_main_process(recorded_split(resumed, global_batch_size, num_processes))
         if recorded in sizes and recorded <= largest:
             return recorded, together // recorded
-        return largest, together // largest
+        if self._options.dry_run:
+            self._untried = True
+            return largest, together // largest
+        for size in (size for size in sizes if size <= largest):
+            if all(objects_from_all([self._succeeds(size, together // size)])):
+                return size, together // size
+        raise UserError(f"out of memory with one image at a time\n{self.advice(1, together)}")
+
+    def _succeeds(self, micro_batch_size: int, accumulation: int) -> bool:
+        """Whether a real update does not run out of memory. Random numbers are left as they were."""
+        device = self._accelerator.device
+        try:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+                step = TrialStep(self._parts())
+                step.run(micro_batch_size, min(accumulation, 2))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            return False
+        finally:
+            step = None
+            gc.collect()
+            clear_device_cache()
+        return True
 
 
 def free_memory(device: torch.device, local_processes: int = 1) -> int:
