@@ -15,7 +15,7 @@ from conftest import ROOT, run_command, script_environment, without_progress
 from utils.core import launcher as launcher_module
 from utils.core.distributed import make_accelerator
 from utils.core.errors import UserError
-from utils.core.launcher import asked_threads, check_accumulation, check_precision
+from utils.core.launcher import asked_threads, check_accumulation, check_precision, lone_process
 
 LAUNCHER = """
 import os, subprocess, sys
@@ -44,6 +44,59 @@ def test_threads_that_the_user_asked_for_are_told_from_those_of_a_launcher(launc
     environment |= {"OMP_NUM_THREADS": threads} if threads else {}
     result = subprocess.run([sys.executable, path, *flags], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == asked
+
+
+def lone_process_below(monkeypatch, tmp_path, flags: list[str], config: str | None = None, **given) -> str | None:
+    """What is said in a process that `accelerate launch` with these flags has started, with a default config file."""
+    from accelerate.commands.config import config_args
+
+    default, launcher = tmp_path / "default_config.yaml", given.pop("launcher", ["/bin/python", "/bin/accelerate", "launch"])
+    if config is not None:
+        default.write_text(f"compute_environment: LOCAL_MACHINE\nuse_cpu: true\nnum_machines: 1\n{config}\n")
+    monkeypatch.setattr(config_args, "default_config_file", str(default))
+    monkeypatch.setattr(launcher_module, "launcher_words", lambda: [*launcher, *flags, "train.py", ""])
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if given.pop("told", True):  # of others by the launcher
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    return lone_process(given.get("num_processes", 1), given.get("on_cpu", True))
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "told"),
+    [
+        (["--cpu", "--num_processes", "2"], {}, True),
+        (["--cpu", "--num-processes=2"], {}, True),
+        (["--num_processes=2", "--cpu"], {"launcher": ["/bin/python", "-m", "accelerate.commands.launch"]}, True),
+        (["--num_processes=2", "--cpu"], {"launcher": ["/bin/python", "/bin/accelerate-launch"]}, True),
+        (["--num_processes", "2"], {"config": "distributed_type: 'NO'\nnum_processes: 1"}, True),
+        ([], {"config": "distributed_type: MULTI_CPU\nnum_processes: 2"}, True),
+        (["--cpu", "--num_processes", "1"], {"told": False}, False),
+        (["--multi_gpu", "--num_processes", "2"], {"num_processes": 2}, False),
+        # MASTER_ADDR is the user's, or is there because the machine has several GPUs, that nobody asked for
+        (["--cpu"], {}, False),
+        (["--cpu"], {"config": "distributed_type: MULTI_GPU\nnum_processes: 8"}, False),
+        (["--cpu", "--num_processes", "1"], {}, False),
+        (["--cpu", "diagnose.py", "--watch", "theirs.py", "--num_processes", "2"], {}, False),  # of the script
+        (["--nproc_per_node=2"], {"launcher": ["/bin/python", "/bin/torchrun"]}, False),
+        ([], {"launcher": []}, False),  # a shell, or srun
+    ],
+)
+def test_fewer_processes_than_were_asked_for_are_told(flags, given, told, monkeypatch, tmp_path):
+    said = "warning: accelerate launch was asked for 2 processes, but started 1. This starts 2: "
+    command = "accelerate launch --multi_gpu --num_processes 2 ..."
+    for on_cpu, first in ((True, "ACCELERATE_USE_CPU=true "), (False, "")):
+        found = lone_process_below(monkeypatch, tmp_path, flags, **given, on_cpu=on_cpu)
+        assert found == (said + first + command if told else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "started"), [("--cpu", 1), ("--multi_gpu", 2)])
+def test_the_command_that_is_told_starts_as_many(kind, started, tiny_flags, tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", kind, "--num_processes", 2, "--main_process_port", 0]
+    flags = [*tiny_flags, "--max_train_steps", 1, "--output_dir", tmp_path]
+    result = run_command([*command, ROOT / "train_ddpm.py", *flags], script_environment() | {"ACCELERATE_USE_CPU": "true"})
+    assert result.returncode == 0 and f"num_processes {started}," in result.stdout, result.stderr
+    assert ("was asked for 2 processes, but started 1." in result.stderr) == (started == 1)
 
 
 @pytest.mark.parametrize(("value", "threads"), [("4", 4), ("4,2", 4), ("", None), ("0", None), ("many", None)])

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
@@ -25,6 +26,7 @@ from utils.core.errors import FailedElsewhere, LostProcess, UserError, memory_pr
 from utils.core.launcher import (
     asked_threads,
     check_precision,
+    lone_process,
     refuse_launch,
     said_while_waiting,
     stop_with_launcher,
@@ -98,6 +100,8 @@ def make_accelerator(
             f"the other processes of WORLD_SIZE={os.environ.get('WORLD_SIZE')} did not come: {one_line(error)}\n"
             "start all of them, or, if no launcher started this one, unset WORLD_SIZE, RANK and MASTER_ADDR"
         ) from None
+    if warning := lone_process(accelerator.num_processes, on_cpu):
+        print(warning, file=sys.stderr, flush=True)
     if accelerator.distributed_type not in SUPPORTED_LAUNCHES:
         raise UserError(
             f"launched with {accelerator.distributed_type.value}, which is not supported: only one process, or DDP\n"

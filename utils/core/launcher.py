@@ -13,7 +13,8 @@ from pathlib import Path
 
 from utils.core.errors import UserError
 
-LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run")
+ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
+LAUNCHERS = (*ACCELERATE, "torchrun", "torch.distributed.run")
 _FOR_HANDLER = 1.0  # seconds in which a handler of signals begins, unless the process waits in other code than Python's
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # numbers of processes, of torch and of MPI
@@ -68,6 +69,31 @@ def asked_threads() -> int | None:
             if "__num_cpu_threads_per_process" not in flags and not any(v.startswith(b"OMP_NUM_THREADS=") for v in variables):
                 return None
     return int(threads)
+
+
+def lone_process(num_processes: int, on_cpu: bool) -> str | None:
+    """Returns a warning where this process is alone, though `accelerate launch` was asked for several: with --cpu, or with a
+    config file of one GPU, it starts one, and leaves MASTER_ADDR for the others in vain. None elsewhere."""
+    if num_processes > 1 or "MASTER_ADDR" not in os.environ or (asked := _asked_processes(launcher_words())) < 2:
+        return None
+    command = "ACCELERATE_USE_CPU=true " * on_cpu + f"accelerate launch --multi_gpu --num_processes {asked} ..."
+    return f"warning: accelerate launch was asked for {asked} processes, but started 1. This starts {asked}: {command}"
+
+
+def _asked_processes(words: list[str]) -> int:
+    """Returns how many the command line of an `accelerate launch` asks for, or else its config file; 0 where neither says."""
+    start = next((place for place, word in enumerate(words[:4]) if Path(word).name in ACCELERATE), None)
+    if start is None:
+        return 0
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    flags = words[start + 1 + (Path(words[start]).name == "accelerate") :]  # behind its sub-command, which is `launch`
+    asked, _ = launch_command_parser().parse_known_args([word for word in flags if word])
+    if asked.num_processes is not None:
+        return asked.num_processes
+    config = asked.config_file or ("" if asked.cpu else default_config_file)  # as the launcher itself chooses
+    return load_config_from_file(config).num_processes if os.path.isfile(config) else 0
 
 
 def refuse_launch() -> None:
