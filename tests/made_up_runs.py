@@ -130,7 +130,7 @@ def copies(share: float, real: float) -> dict:
 
 def evaluated(**changes):
     """A healthy evaluation, but for the changes."""
-    healthy = {"precision": 0.95, "variance_ratio": 0.97}
+    healthy = {"precision": 0.95, "variance_ratio": 0.97, "distance_ratio": 0.98}
     healthy |= {"rows": 400, "modes": bins([90, 110, 100, 100])}
     figures = healthy | {"floor": {"precision": 0.96}, "memorisation": copies(0.01, 0.01)} | changes
     return lambda n: {"evaluation": figures}

@@ -75,7 +75,7 @@ def figures(rows: int, dimensions: int) -> dict:
     import torch
 
     from utils.evaluation.distances import Moments, frechet_distance
-    from utils.evaluation.diversity import neighborhoods, variance_ratio
+    from utils.evaluation.diversity import mean_pairwise_distance, neighborhoods, variance_ratio, vendi_score
 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
@@ -83,7 +83,9 @@ def figures(rows: int, dimensions: int) -> dict:
     found = {"rows": rows, "dimensions": dimensions, "before_gib": peak_gib()}
     for name, function in (
         ("variance_ratio", lambda: variance_ratio(first, second)),
+        ("vendi_score", lambda: vendi_score(first)),
         ("frechet_distance", lambda: frechet_distance(Moments.of(first), Moments.of(second))),
+        ("mean_pairwise_distance", lambda: mean_pairwise_distance(first)),
         ("neighborhoods", lambda: neighborhoods(first, second)),
     ):
         start = time.perf_counter()

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,12 @@ from utils.evaluation.diversity import (
     different_bins,
     empty_regions,
     fit_modes,
+    mean_pairwise_distance,
     nearest_mode,
     neighborhoods,
     smallest_visible_gap,
     variance_ratio,
+    vendi_score,
 )
 
 
@@ -31,10 +35,21 @@ def distances(first, second):
     return np.linalg.norm(first.numpy()[:, None].astype(np.float64) - second.numpy()[None], axis=2)
 
 
-def test_the_variance_agrees_with_numpy(sets, small_blocks):
+def test_variance_and_distance_agree_with_numpy(sets, small_blocks):
     generated, real = sets
     expected = generated.numpy().var(0, ddof=1).sum() / real.numpy().var(0, ddof=1).sum()
     assert variance_ratio(generated, real) == pytest.approx(expected, rel=1e-5)
+    assert mean_pairwise_distance(real) == pytest.approx(distances(real, real).sum() / (120 * 119), rel=1e-5)
+
+
+def test_vendi_score_is_that_of_the_similarity_matrix(sets):
+    _, real = sets
+    unit = real.double() / real.double().norm(dim=1, keepdim=True)
+    values = np.linalg.eigvalsh((unit @ unit.T / len(unit)).numpy()).clip(1e-300)
+    assert vendi_score(real) == pytest.approx(math.exp(-(values * np.log(values)).sum()), rel=1e-6)
+    assert vendi_score(torch.eye(8)) == pytest.approx(8)
+    assert vendi_score(torch.ones(8, 8)) == pytest.approx(1)
+    assert vendi_score(torch.zeros(8, 3)) == 1
 
 
 @pytest.fixture(params=[None, 0.0, 300.0], ids=["wide", "tight", "tight and far from 0"])
@@ -63,6 +78,9 @@ def test_neighborhoods_agree_with_brute_force(any_sets, small_blocks):
     with pytest.raises(ValueError, match=f"more than {len(generated)} rows"):
         neighborhoods(generated, real, len(generated))
     assert nearest_mode(real, real[:40:2]).tolist() == distances(real, real[:40:2]).argmin(1).tolist()
+    group = real[::2]
+    expected = distances(group, group).sum() / (len(group) * (len(group) - 1))
+    assert mean_pairwise_distance(group) == pytest.approx(expected, rel=1e-6)
 
 
 def test_modes_are_those_of_the_real_images():
@@ -98,6 +116,7 @@ def test_no_more_than_a_block_of_distances_is_held(monkeypatch):
     monkeypatch.setattr(utils.evaluation.diversity, "_BLOCK_BYTES", 2**20)
     rows = torch.randn(3000, 2, generator=torch.Generator().manual_seed(0))
     neighborhoods(rows[:2000], rows)
+    mean_pairwise_distance(rows)
     nearest_mode(rows, fit_modes(rows, 3, seed=0))
     assert 0 < largest <= 2**20
 

@@ -104,3 +104,15 @@ def _kernel_sum(first: torch.Tensor, second: torch.Tensor) -> float:
         else:
             total += kernel.sum()
     return total.item()
+
+
+def inception_score(probabilities: torch.Tensor) -> float:
+    """exp of the mean KL divergence from p(y) to p(y | x), of class probabilities [N, classes] (Salimans et al. 2016); one
+    split.
+
+    Between 1 and the number of classes.
+    """
+    probabilities = probabilities.double()
+    marginal = probabilities.mean(0)
+    divergence = torch.special.xlogy(probabilities, probabilities) - torch.special.xlogy(probabilities, marginal)
+    return divergence.sum(1).mean().exp().item()

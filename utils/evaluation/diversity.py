@@ -5,6 +5,7 @@ kind stay within 8 GB.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,6 +45,34 @@ def _total_variance(features: torch.Tensor) -> torch.Tensor:
     mean = features.mean(0, dtype=torch.float64)
     squares = sum((rows - mean).square().sum() for rows in features.split(4096))
     return squares / (len(features) - 1)
+
+
+def mean_pairwise_distance(features: torch.Tensor) -> float:
+    """Returns the mean Euclidean distance of two different rows."""
+    features = _centered(features, features.mean(0, dtype=torch.float64))
+    total: Any = sum(_distances(rows, features).sum() for rows in _blocks(features, len(features)))
+    return (total / (len(features) * (len(features) - 1))).item()
+
+
+def vendi_score(features: torch.Tensor) -> float:
+    """Returns the effective number of different images (Friedman & Dieng 2023), between 1 and min(N, D).
+
+    The exponential of the entropy of the eigenvalues of K / N, where K is the cosine similarity of the rows. Those of the D x
+    D matrix X'X / N are the same, but for zeros, and do not ask for N x N memory. Center the features first: rows that share
+    a large offset are all alike to a cosine. Rows of zeros are left out.
+    """
+    gram = torch.zeros(features.shape[1], features.shape[1], dtype=torch.float64, device=features.device)
+    count = 0
+    for rows in features.split(4096):
+        norms = rows.norm(dim=1, dtype=torch.float64)
+        kept = norms > 0
+        unit = rows[kept] / norms[kept, None]
+        gram += unit.T @ unit
+        count += len(unit)
+    if count == 0:
+        return 1.0
+    values = torch.linalg.eigvalsh(gram / count).clamp(min=0)
+    return torch.exp(-torch.special.xlogy(values, values).sum()).item()
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,17 @@ import numpy as np
 import torch
 
 from utils.core import randomness
-from utils.evaluation.distances import Moments, frechet_distance, kernel_distance
+from utils.evaluation.distances import Moments, frechet_distance, inception_score, kernel_distance
 from utils.evaluation.diversity import (
     coverage_of_bins,
     empty_regions,
     fit_modes,
+    mean_pairwise_distance,
     nearest_mode,
     neighborhoods,
     smallest_visible_gap,
     variance_ratio,
+    vendi_score,
 )
 from utils.evaluation.feature_sets import SAMPLE_ROWS, FeatureSet
 
@@ -38,7 +40,7 @@ def compare(
         images, reference_images, rows: how many; `rows` of each are what the figures after `kd` are about.
         fd: squared Frechet distance of all images. kd: kernel distance of up to 10,000 of each; can be below 0.
         precision, recall, density, coverage: with the 5 nearest neighbors.
-        variance_ratio: generated over real.
+        variance_ratio, distance_ratio: generated over real. vendi: effective number of different images.
         modes: see `mode_figures`. regions: see `region_figures`.
 
     Raises ValueError for fewer than 10 images of a kind.
@@ -53,6 +55,7 @@ def compare(
     count = min(len(rows), len(real_rows))
     some, some_real = rows[:count], real_rows[:count]
     near = neighborhoods(some, some_real, min(NEIGHBORS, count - 1))
+    real_distance = mean_pairwise_distance(some_real)
     return {
         "images": len(generated),
         "reference_images": len(real),
@@ -61,6 +64,8 @@ def compare(
         "kd": kernel_distance(rows, real_rows),
         **dataclasses.asdict(near),
         "variance_ratio": variance_ratio(some, some_real),
+        "distance_ratio": mean_pairwise_distance(some) / max(real_distance, 1e-12),
+        "vendi": vendi_score(some - some_real.mean(0)),
         "modes": mode_figures(rows, real_rows, seed),
         "regions": region_figures(some, some_real, seed),
     }
@@ -109,10 +114,13 @@ def class_figures(probabilities: torch.Tensor, labels: np.ndarray, names: list[s
     Args:
         probabilities: float32 [n, classes], of the samples. labels: int64 [m]. names: of the classes.
         accuracy: the classifier's on images that it did not train on: what it mistakes looks like imbalance.
+
+    Returns also `score`, the inception score with this classifier.
     """
     bins = probabilities.shape[1]
     found = coverage_of_bins(probabilities.argmax(1), torch.from_numpy(labels), bins)
-    return {"number": bins, "names": names[:bins], "accuracy": accuracy, **dataclasses.asdict(found)}
+    score = {"score": inception_score(probabilities), "accuracy": accuracy}
+    return {"number": bins, "names": names[:bins], **score, **dataclasses.asdict(found)}
 
 
 def real_floor(real: FeatureSet, count: int, *, standardized: bool, seed: int, device: torch.device | str = "cpu") -> dict:

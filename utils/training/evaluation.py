@@ -23,7 +23,7 @@ FEATURES = "randconv"  # needs no labels, no file and no training
 MAX_COMPARED_BYTES, MAX_DECODED = 512 * 2**20, 2048  # of training images that may be copied: packed ones, files
 MORE_COPIES = 0.05  # share of the samples, above twice that of real images, which chance does not make
 ADVICE = "set a smaller --evaluation_batch_size"
-LOGGED = ("precision", "recall", "density", "coverage", "variance_ratio")
+LOGGED = ("precision", "recall", "density", "coverage", "variance_ratio", "distance_ratio", "vendi")
 
 
 class SampleEvaluation:

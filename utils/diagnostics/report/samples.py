@@ -19,6 +19,8 @@ FIGURES = {
     "density": "density",
     "coverage": "coverage",
     "variance_ratio": "variance / real",
+    "distance_ratio": "pairwise distance / real",
+    "vendi": "Vendi score",
 }
 STRIP = 6  # earlier sample grids shown
 # A PNG of more bytes becomes a JPEG of at most so many pixels a side: what a page shows on a dense screen.

@@ -114,7 +114,8 @@ def _judged(figures: dict, step: int | None) -> Found:
         yield "samples-lack-variety"
         # Real sets of 900 gave 0.95 to 1.07, a mode five times too large 0.82, half the variance in the pixels 0.43 to 0.52.
         if ratio < 0.7:
-            what = f"variance {ratio:.2g} of that of the real images, in features"
+            distances = f"distances {figures['distance_ratio']:.2g}"
+            what = f"variance {ratio:.2g} and {distances} of those of the real images, in features"
             yield Finding("samples-lack-variety", "critical" if ratio < 0.3 else "warning", what, step)
     of_bins = [*_missing(figures, step), *_dominant(figures, step)]
     yield from of_bins or _regions(figures, step)
