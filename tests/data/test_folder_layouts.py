@@ -6,6 +6,7 @@ import io
 import json
 import unicodedata
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -292,6 +293,39 @@ def test_a_table_of_windows_and_empty_cells(load, tmp_path):
     assert "metadata.csv was read as Windows-1252 with semicolons between the columns" in said(images)
 
 
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+
+LARGE = zlib.compress(bytes(2**21))
+REFUSED = {
+    "text": [chunk(b"zTXt", b"a\0\0" + LARGE)],
+    "international text": [chunk(b"iTXt", b"a\0\1\0\0\0" + LARGE)],
+    "profile": [chunk(b"iCCP", b"a\0\0" + LARGE)],
+    "damaged facts": [
+        chunk(b"gAMA", b""),
+        chunk(b"pHYs", b"\0"),
+        chunk(b"cHRM", b"\0"),
+        bytes([0, 0, 0, 1]) + b"gAMA\1" + bytes(4),
+    ],
+    "damaged animation": [chunk(b"acTL", b"\0\0\0\2\0\0\0\0"), chunk(b"fcTL", b"x")],
+    "many texts": [chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20 - 1)))] * 66,
+}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_pixels_beside_what_pillow_refuses_are_used(kind, before, load, tmp_path):
+    folder, png = write(tmp_path / "set", "0.png", "1.png"), encoded(2)
+    head, ends = png[:33], (png[33:-12], png[-12:])  # the signature and IHDR; the pixels; IEND
+    parts = [*REFUSED[kind], ends[0]] if before or kind == "profile" else [ends[0], *REFUSED[kind]]
+    (folder / "2.png").write_bytes(b"".join([head, *parts, ends[1]]))
+    assert shown(load(folder)) == [0, 1, 2]
+    (folder / "2.png").write_bytes(b"".join([head, *parts])[:-20] if before else head + b"".join(REFUSED[kind]))
+    with pytest.raises(UserError, match=r"cannot decode the image .*2\.png"):
+        load(folder)
+
+
 @pytest.mark.parametrize(
     "damage", [b"Exif\0\0no tables", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\0\1\x01\x12"]
 )
@@ -302,6 +336,24 @@ def test_pixels_with_damaged_exif_are_used(damage, load, tmp_path):
     image.save(tmp_path / "set" / "1.jpg", quality=100)
     pixels = load(tmp_path / "set", image_channels=1).fetch([0, 1])
     assert np.array_equal(pixels[0], pixels[1])
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_without_its_end_is_used_if_no_pixel_is_missing(progressive, load, tmp_path):
+    (tmp_path / "set").mkdir()
+    file, path = io.BytesIO(), tmp_path / "set" / "0.jpg"
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 40), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "JPEG", quality=95, progressive=progressive)
+    whole = file.getvalue()
+    for cut in (0, 2, 40, 400):
+        path.write_bytes(whole[: len(whole) - cut])
+        if cut == 0:
+            expected = load(tmp_path / "set").fetch([0])
+        elif cut == 2 and not progressive:
+            assert np.array_equal(load(tmp_path / "set").fetch([0]), expected)
+        else:
+            with pytest.raises(UserError, match=r"cannot decode the image .*0\.jpg"):
+                load(tmp_path / "set")
 
 
 def test_each_orientation_is_that_of_pillow(load, tmp_path):

@@ -11,7 +11,8 @@ import errno
 import functools
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ _OTHERS = {  # how they begin
     b"<html": "it is a web page: download the image again",
     b"version https://git-lfs": "it is a pointer of Git LFS: run git lfs pull",
 }
+_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @functools.cache
@@ -149,8 +151,7 @@ class ImagePreparation:
         return np.zeros((self.channels, *self.size), np.uint8 if self.max_value == 255 else np.uint16)
 
     def _prepare(self, file: ImageFile) -> tuple[np.ndarray, list[str]]:
-        with _opened(file) as image:
-            image.load()
+        with _opened(file, loaded=True) as image:
             remarks = ["frames"] if getattr(image, "is_animated", False) else []
             if (turn := _turn(image)) is not None:
                 image = image.transpose(turn)
@@ -211,8 +212,57 @@ def prepared(prepare: ImagePreparation, files: Iterable[ImageFile]) -> Prepared:
     return images, remarks, errors
 
 
-def _opened(file: ImageFile) -> Image.Image:
-    return Image.open(file.source(), formats=_readable_formats())
+@contextlib.contextmanager
+def _opened(file: ImageFile, loaded: bool = False) -> Iterator[Image.Image]:
+    """The image in a file. A PNG of which Pillow refuses something else than the pixels, such as a large text or damaged facts,
+    is opened without it."""
+
+    def opened(source: Any) -> Image.Image:
+        image = Image.open(source, formats=_readable_formats())
+        if loaded:
+            image.load()
+        return image
+
+    source = file.source()
+    try:
+        image = opened(source)
+    except Exception as error:
+        if _of_machine(error):
+            raise
+        data = source.getvalue() if isinstance(source, io.BytesIO) else Path(source).read_bytes()
+        pixels = _only_pixels(data) or _ended(data)
+        if pixels is None:
+            raise
+        image = opened(io.BytesIO(pixels))
+    with image:
+        yield image
+
+
+def _only_pixels(data: bytes) -> bytes | None:
+    """A PNG without the chunks that change no pixel; None where there are none, or it is none."""
+    if not data.startswith(_PNG):
+        return None
+    kept, place, end = [_PNG], len(_PNG), len(_PNG)
+    while place < len(data):
+        end = place + 12 + int.from_bytes(data[place : place + 4])  # length, kind, data and checksum
+        if data[place + 4 : place + 5].isupper() or data[place + 4 : place + 8] in (b"tRNS", b"eXIf"):
+            kept.append(data[place:end])
+        place = end
+    found = b"".join(kept)
+    return None if len(found) == len(data) else found
+
+
+def _ended(data: bytes) -> bytes | None:
+    """A JPEG with the marker of its end; None where pixels are missing, too, which depend on what is put before it."""
+    if not data.startswith(b"\xff\xd8\xff"):
+        return None
+    made = []
+    for further in (b"", b"\xa5" * 64):
+        with Image.open(io.BytesIO(data + further + b"\xff\xd9"), formats=("JPEG",)) as image:
+            if "progressive" in image.info:  # of which a whole pass over the pixels may be missing
+                return None
+            made.append(np.asarray(image))
+    return data + b"\xff\xd9" if np.array_equal(made[0], made[1]) else None
 
 
 def _instead(file: ImageFile) -> str:
