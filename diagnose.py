@@ -144,7 +144,7 @@ def records_of(args: DiagnoseOptions) -> dict:
     from utils.diagnostics.network_check import examine_modules
     from utils.diagnostics.probe import probe_network, probe_timesteps
     from utils.diffusion.ddpm import describe_schedule, is_flow
-    from utils.diffusion.ideal_denoiser import denoiser_gap, gap_by_timestep
+    from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
     from utils.diffusion.pipelines import image_shape, load_unconditional, training_scheduler
     from utils.evaluation.newest import loadable
 
@@ -162,9 +162,8 @@ def records_of(args: DiagnoseOptions) -> dict:
     timesteps = probe_timesteps(noise_scheduler.config.num_train_timesteps)
     gap = {}
     if not is_flow(scheduler_config):
-        parts = unet, noise_scheduler, images, None
-        found = denoiser_gap(*parts, timesteps=timesteps, seed=args.seed, device=device, images_per_timestep=count)
-        gap = gap_by_timestep(found)
+        plan = GapPlan(timesteps, args.seed, device, images_per_timestep=count)
+        gap = gap_by_timestep(denoiser_gap(unet, noise_scheduler, images, None, plan))
     return {
         "data": check_data(images, seed=args.seed),
         "schedule": describe_schedule(noise_scheduler),

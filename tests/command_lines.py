@@ -123,7 +123,7 @@ LINES = {
     "evaluate": [
         "",
         "--pipeline run --dataset_name digits",
-        "--images a b --dataset_name digits --resolution 16 --image_channels 1 --features pixels --num_images 100",
+        "--images a b --dataset_name digits --resolution 16 --image_channels 1 --features classifier --num_images 100",
         "--pipeline run other --seeds 0 1 2 --sampler ddpm --num_inference_steps 4 --class_labels 3 --guidance 2",
         "--images a --reference stats.safetensors --features inception --feature_weights w --feature_weights_sha256 ab",
         "--compare one.json two.json",

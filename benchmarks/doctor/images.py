@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 CHANNELS = {"digits": 1, "shapes": 3, "textures": 3, "letters": 3}
-OF_OTHER_KINDS = {"stickers": 4, "waves": 5}  # channels of data that only some healthy runs have
+OF_OTHER_KINDS = {"stickers": 3, "waves": 5}  # channels of data that only some healthy runs have
 FOLDERS = ("shapes", "textures", "stickers")  # of images, with one folder for each class; the others are saved by `datasets`
 ARRAYS = "arrays.npz"
 TEXT = ("digits", "letters")  # of which mirrored images are a fault

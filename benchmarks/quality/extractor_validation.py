@@ -104,7 +104,7 @@ def validate(name: str, images: torch.Tensor, labels: torch.Tensor, features: st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--features", choices=("randconv", "classifier", "pixels"), default="randconv")
+    parser.add_argument("--features", choices=("randconv", "classifier"), default="randconv")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--shapes", type=int, default=5000)
     parser.add_argument("--cache_dir")

@@ -2,19 +2,16 @@
 
     python benchmarks/quality/kinds.py tall --output_dir runs/kinds
     python benchmarks/quality/kinds.py deep --output_dir runs/kinds
-    python benchmarks/quality/kinds.py clear --output_dir runs/kinds
 
 The built-in digits as another kind of data, with their classes:
 
     tall    48x32 pixels, a .npz file
     deep    16x16 pixels of 16 bits, a .npz file
-    clear   4 channels: PNG files of 16x16 pixels, a color of its own for each digit, on a transparent ground
 
 It trains on them, and lets generate.py make samples of all classes in turn. An SVM that was trained on the real images of the
 kind, reduced to 8x8, is asked for the class of each sample: printed is the share that is the class that was asked for, and the
-same share of real images that it did not see. Also printed: for `deep`, the share of values that 8 bits cannot hold; for
-`clear`, by how much the color varies within a digit (standard deviation of 256 levels). A finished training is not repeated;
-one that was stopped goes on.
+same share of real images that it did not see. Also printed: for `deep`, the share of values that 8 bits cannot
+hold. A finished training is not repeated; one that was stopped goes on.
 """
 
 import argparse
@@ -34,7 +31,7 @@ from sklearn.svm import SVC
 from benchmarks.shared.real_script import ROOT
 from utils.options.presets import NETWORKS
 
-SIZES = {"tall": (48, 32), "deep": (16, 16), "clear": (16, 16)}
+SIZES = {"tall": (48, 32), "deep": (16, 16)}
 COMMON = ["--class_conditional", "--train_batch_size", 32, "--learning_rate", 2e-3, "--lr_warmup_steps", 100]
 COMMON += ["--ddpm_beta_schedule", "squaredcos_cap_v2", "--prediction_type", "v_prediction", "--snr_gamma", 5]
 COMMON += ["--adam_beta1", 0.9, "--adam_beta2", 0.99, "--sampler", "ddpm", "--ddpm_num_inference_steps", 50]
@@ -43,7 +40,6 @@ TALL_NETWORK = NETWORKS["small32"] | {"block_out_channels": (8, 16, 32, 64), "at
 FLAGS = {
     "tall": ["--image_channels", 1],
     "deep": ["--model_preset", "digits16", "--image_channels", 1, "--preserve_input_precision"],
-    "clear": ["--model_preset", "digits16", "--image_channels", 4],
 }
 
 
@@ -59,13 +55,6 @@ def write(kind: str, folder: Path) -> list:
     """Writes the data of a kind. Returns the flags that name it."""
     images, labels = scans(kind)
     folder.mkdir(parents=True, exist_ok=True)
-    if kind == "clear":
-        colors = np.random.default_rng(0).integers(64, 256, (len(images), 3))
-        for number, (image, label, color) in enumerate(zip(images, labels, colors)):
-            pixels = np.dstack([np.broadcast_to(color, (*image.shape, 3)), np.rint(image * 255)]).astype(np.uint8)
-            (folder / str(label)).mkdir(exist_ok=True)
-            Image.fromarray(pixels).save(folder / str(label) / f"{number:04d}.png")
-        return ["--train_data_dir", folder]
     most, kept = (65535, np.uint16) if kind == "deep" else (255, np.uint8)
     np.savez(folder / "digits.npz", images=np.rint(images * most).astype(kept), labels=labels)
     return ["--dataset_name", folder / "digits.npz"]
@@ -80,15 +69,11 @@ def reduced(images: np.ndarray) -> np.ndarray:
 def judge(kind: str, folder: Path) -> None:
     real, labels = scans(kind)
     made = np.stack([np.asarray(Image.open(file)) for file in sorted(folder.glob("[0-9]*.png"))])
-    strokes = made[..., 3] if kind == "clear" else made
     svm, unseen = SVC().fit(reduced(real), labels), cross_val_predict(SVC(), reduced(real), labels, cv=5)
-    agrees = svm.predict(reduced(strokes / (65535 if kind == "deep" else 255))) == np.arange(len(made)) % 10
+    agrees = svm.predict(reduced(made / (65535 if kind == "deep" else 255))) == np.arange(len(made)) % 10
     print(f"agrees {agrees.mean():.3f} of {len(made)} (held-out real {(unseen == labels).mean():.3f})", flush=True)
     if kind == "deep":
         print(f"values that 8 bits cannot hold: {(made % 257 != 0).mean():.3f}")
-    if kind == "clear":
-        spreads = [image[image[..., 3] > 200][:, :3].std(0).mean() for image in made if (image[..., 3] > 200).any()]
-        print(f"the color within a digit varies by {np.median(spreads):.1f} of 256 levels (real 0)")
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ def main() -> None:
                 reference,
                 seed=seed,
                 judge=judge,
-                originals=Originals(reference_set, rows=reference.rows),
+                originals=Originals(reference_set),
             )
 
             def codes(part, evaluation=evaluation) -> list[str]:

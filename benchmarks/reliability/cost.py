@@ -145,9 +145,9 @@ def time_repetitions(pairs: int, updates: int, every: int, flags: list[str], clo
     ends: list[float] = []
     update = utils.training.progress.ProgressBar.update
     utils.training.progress.ProgressBar.update = lambda bar: (ends.append(clock()), update(bar))
-    begin, compare, before, after = Rerun.begin, Rerun._compare_ranks, [], []
+    begin, judged, before, after = Rerun.begin, Rerun._judged, [], []
     Rerun.begin = lambda rerun, *state: (before.append(resident_mib()), begin(rerun, *state))[1]
-    Rerun._compare_ranks = lambda rerun, **how: (after.append(resident_mib()), compare(rerun, **how))[1]  # all copies are there
+    Rerun._judged = lambda rerun: (after.append(resident_mib()), judged(rerun))[1]  # all copies are there
 
     def seconds(more: list[str]) -> float:
         AcceleratorState._reset_state(reset_partial_state=True)

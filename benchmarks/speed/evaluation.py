@@ -63,7 +63,7 @@ def measure(images: int, reference_images: int, threads: int, features: str) -> 
     before = peak_gib()
     with timed("features of the samples"):
         extract(accelerator, [extractor], images, 64, make_images)
-    evaluation = Evaluation(accelerator, extractor, reference, seed=0, originals=Originals(reference_set, rows=reference.rows))
+    evaluation = Evaluation(accelerator, extractor, reference, seed=0, originals=Originals(reference_set))
     with timed("floor"):
         evaluation.floor(images)
     with timed("features, all figures, nearest training images"):

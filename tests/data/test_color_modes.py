@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from utils.data.color_modes import background_color, hide, stack_planes, to_planes
+from utils.data.color_modes import background_color, stack_planes, to_planes
 
 WHITE = (255, 255, 255)
 ORANGE = (255, 128, 0)
@@ -45,29 +45,6 @@ def check(image, expected, background=WHITE, tolerance=0):
     assert np.abs(single[0].astype(int) - luma(expected)).max() <= tolerance
     assert np.array_equal(convert(image, 3, background, 65535), rgb.astype(np.uint16) * 257)
     assert np.array_equal(convert(image, 1, background, 65535), single.astype(np.uint16) * 257)
-
-
-def test_alpha_is_a_channel():
-    """Of each kind of image; where nothing is seen, the background is."""
-    layers = np.dstack([COLOR, ALPHA])
-    hidden = (ALPHA == 0)[..., None]
-    colors = np.where(hidden, ORANGE, COLOR)
-    gray_orange = luma(np.array([[ORANGE]]))[0, 0]
-    for image in (Image.fromarray(layers), Image.fromarray(layers).resize((4, 5))):
-        pixels = convert(image, 4)
-        hide(pixels, ORANGE)
-        assert np.array_equal(pixels, np.dstack([colors, ALPHA]).transpose(2, 0, 1))
-        pixels = convert(image, 2)
-        hide(pixels, ORANGE)
-        assert np.array_equal(pixels, [np.where(ALPHA == 0, gray_orange, luma(COLOR)), ALPHA])
-    opaque = np.full_like(GRAY, 255)
-    assert np.array_equal(convert(Image.fromarray(GRAY), 2), [GRAY, opaque])
-    assert np.array_equal(convert(Image.fromarray(GRAY), 4), [GRAY, GRAY, GRAY, opaque])
-    assert np.array_equal(convert(Image.fromarray(COLOR).convert("CMYK").convert("RGB"), 4)[3], opaque)
-    deep = Image.fromarray(GRAY.astype(np.uint16) * 257)
-    assert np.array_equal(convert(deep, 2), [GRAY, opaque])
-    deep.info["transparency"] = int(GRAY[0, 0]) * 257
-    assert np.array_equal(convert(deep, 2)[1], np.where(GRAY[0, 0] == GRAY, 0, 255))
 
 
 def test_bilevel_gray_and_rgb():

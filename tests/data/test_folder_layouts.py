@@ -436,10 +436,6 @@ def test_a_table_without_a_row_of_names_is_told(load, tmp_path):
         (("2023-01-31/0.png", "2023-02-01/1.png"), "the numbered folders 2023-01-31 to 2023-02-01 become classes"),
         (("a0/0.png", "3f/1.png"), "the numbered folders 3f to a0 become classes"),
         (("JPEGImages/0.png", "SegmentationClass/1.png"), "the folders JPEGImages, SegmentationClass become classes: if some"),
-        (
-            ("10_dog/0.png", "5_cat/1.png"),
-            "the folders 10_dog, 5_cat become classes; the number before a name",
-        ),
     ],
 )
 def test_folders_that_may_be_no_classes_are_told(names, note, load, tmp_path):

@@ -12,7 +12,7 @@ from test_validation import Images
 from torch import nn
 
 from utils.diffusion.ddpm import make_noise_scheduler, training_target
-from utils.diffusion.ideal_denoiser import denoiser_gap, ideal_clean_images, ideal_prediction
+from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, ideal_clean_images, ideal_prediction
 
 CPU = torch.device("cpu")
 
@@ -131,9 +131,9 @@ class Denoiser(nn.Module):
         return SimpleNamespace(sample=self.answer(noisy_images, timesteps))
 
 
-def gap(unet, scheduler, training, validation=None, **options):
-    options = {"timesteps": [0, 300, 700, 999], "seed": 0, "device": CPU} | options
-    return denoiser_gap(unet, scheduler, training, validation, **options)
+def gap(unet, scheduler, training, validation=None, random_flip=False, **options):
+    plan = GapPlan(**{"timesteps": [0, 300, 700, 999], "seed": 0, "device": CPU} | options)
+    return denoiser_gap(unet, scheduler, training, validation, plan, random_flip)
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])

@@ -48,17 +48,6 @@ def test_random_convolutions_take_any_size(side):
     assert RandomConvolutions(3)(images).isfinite().all()
 
 
-def test_pixels_are_the_principal_components(digits):
-    from sklearn.decomposition import PCA
-
-    extractor = make_extractor("pixels", digits)
-    images = torch.from_numpy(digits.fetch(np.arange(len(digits))))
-    expected = PCA(extractor.dimensions, svd_solver="full").fit(images.flatten(1).double().numpy() / 127.5 - 1)
-    features = extractor(images)
-    np.testing.assert_allclose(features.var(0).numpy()[::-1], expected.explained_variance_, rtol=1e-3, atol=1e-6)
-    assert extractor.sha256 == tensors_sha256(extractor.state_dict())  # by which figures of other pixels are told apart
-
-
 @pytest.mark.slow
 def test_the_classifier_learns_the_labels_and_is_kept(digits, tmp_path, monkeypatch):
     monkeypatch.setattr("utils.evaluation.classifier._STEPS", 200)
@@ -90,9 +79,8 @@ def test_the_classifier_needs_labels(digits):
 def test_what_cannot_be_made_is_told_in_one_line(digits):
     with pytest.raises(UserError, match="unknown --features 'vgg'"):
         make_extractor("vgg", digits)
-    for name in ("classifier", "pixels"):
-        with pytest.raises(UserError, match="needs the reference images"):
-            make_extractor(name, None, channels=1)
+    with pytest.raises(UserError, match="needs the reference images"):
+        make_extractor("classifier", None, channels=1)
 
 
 def test_sixteen_bits_become_eight_as_a_png_would_have_them():

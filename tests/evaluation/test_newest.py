@@ -141,7 +141,7 @@ def test_every_script_takes_it(stopped, tiny_flags, train, tmp_path, capsys):
     words = ["--pipeline", str(stopped), "--dataset_name", "digits", "--cache_dir", cache, "--probe_images", "4"]
     assert diagnose.main(diagnose.parse_args(words)) in (0, 1)
     assert using in capsys.readouterr().err
-    words = [*words[:-2], "--num_images", "16", "--num_inference_steps", "2", "--no_classes", "--json", "--features", "pixels"]
+    words = [*words[:-2], "--num_images", "16", "--num_inference_steps", "2", "--no_classes", "--json"]
     evaluate.main(evaluate.parse_args(words))
     said = capsys.readouterr()
     assert using in said.err and json.loads(said.out)["results"][0]["name"] == f"{stopped}/checkpoint-8"

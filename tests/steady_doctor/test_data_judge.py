@@ -76,7 +76,7 @@ SOURCES = {
     "streamed": partial(make_table, save="shards", streaming=True, shuffle_window=40),
     "kinds": partial(make_kinds, image_channels=3),
     "gray kinds": partial(make_kinds, color_jitter=0.0),
-    "alpha kinds": partial(make_kinds, image_channels=4, center_crop=True),
+    "cropped kinds": partial(make_kinds, image_channels=3, center_crop=True),
     "deep kinds": partial(make_kinds, preserve_input_precision=True),
     "digits": lambda path: {"dataset_name": "digits"},
     "saved": partial(make_table, save="arrow"),

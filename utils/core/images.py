@@ -18,10 +18,10 @@ PNG_END = b"IEND\xae\x42\x60\x82"
 
 
 def to_pil(image: torch.Tensor) -> Image.Image:
-    """PIL's image of uint8 [1 to 4, H, W] (modes L, LA, RGB, RGBA) or uint16 [1, H, W] (I;16). Raises ValueError."""
-    most = {torch.uint8: 4, torch.uint16: 1}.get(image.dtype, 0)
-    if image.ndim != 3 or not 1 <= image.shape[0] <= most:
-        raise ValueError(f"expected uint8 [1 to 4, H, W] or uint16 [1, H, W], got {image.dtype} {list(image.shape)}")
+    """PIL's image of uint8 [1 or 3, H, W] (modes L, RGB) or uint16 [1, H, W] (I;16). Raises ValueError."""
+    channels = {torch.uint8: (1, 3), torch.uint16: (1,)}.get(image.dtype, ())
+    if image.ndim != 3 or image.shape[0] not in channels:
+        raise ValueError(f"expected uint8 [1 or 3, H, W] or uint16 [1, H, W], got {image.dtype} {list(image.shape)}")
     pixels = image.permute(1, 2, 0).cpu().contiguous().numpy()
     return Image.fromarray(pixels[:, :, 0] if image.shape[0] == 1 else pixels)
 
@@ -47,7 +47,7 @@ def is_complete_png(path: Path | str, size: tuple[int, int]) -> bool:
 
 def image_suffix(channels: int, bits: int) -> str:
     """Returns the suffix of the files of such images: .png, or .npy where Pillow writes none of that kind."""
-    return ".png" if channels == 1 or (channels <= 4 and bits == 8) else ".npy"
+    return ".png" if channels == 1 or (channels == 3 and bits == 8) else ".npy"
 
 
 def save_image(image: torch.Tensor, path: Path) -> None:
@@ -79,9 +79,9 @@ def is_complete_image(path: Path, shape: tuple[int, int, int]) -> bool:
 
 def make_grid(images: torch.Tensor, columns: int | None = None, padding: int = 2) -> Image.Image:
     """uint8 [n, C, H, W] as one RGB image, row by row; by default about as many columns as rows. Small images are enlarged by
-    a whole factor to about 64 pixels. What is transparent shows the gray background. Of more than 4 channels each is shown in
-    gray, beside the one before it."""
-    if images.shape[1] > 4:
+    a whole factor to about 64 pixels. Of other numbers of channels than 1 and 3 each is shown in gray, beside the one before
+    it."""
+    if images.shape[1] not in (1, 3):
         images = images.transpose(1, 2).flatten(2)[:, None]  # [n, 1, H, C W]
     columns = columns or math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
@@ -91,8 +91,7 @@ def make_grid(images: torch.Tensor, columns: int | None = None, padding: int = 2
     for number, image in enumerate(images):
         row, column = divmod(number, columns)
         tile = to_pil(image).resize((width - padding, height - padding), Image.Resampling.NEAREST)
-        alpha = tile.getchannel("A") if tile.mode in ("LA", "RGBA") else None
-        grid.paste(tile.convert("RGB"), (padding + column * width, padding + row * height), alpha)
+        grid.paste(tile.convert("RGB"), (padding + column * width, padding + row * height))
     return grid
 
 

@@ -42,8 +42,8 @@ def augment(
         max_value: the value of white, 255 or 65535.
         random_flip: mirror left to right with probability 1/2.
         color_jitter: strength s in [0, 1); brightness, contrast and saturation are scaled, in this order, by factors
-            uniform in [1 - s, 1 + s], as torchvision's and Pillow's enhancers do, each clamped to the range of images. Alpha,
-            the last of 2 or 4 channels, stays as it is.
+            uniform in [1 - s, 1 + s], as torchvision's and Pillow's enhancers do, each clamped to the range of images. Of 1 or
+            3 channels.
     """
     pixels = to_unit_range(images, max_value)
     if random_flip:
@@ -51,9 +51,7 @@ def augment(
         pixels = torch.where(flipped[:, None, None, None], pixels.flip(-1), pixels)
     if color_jitter:
         uniforms = randomness.uniform(seed, "color_jitter", sample_numbers.to(images.device), 3)
-        colors = pixels.shape[1] - (pixels.shape[1] in (2, 4))
-        jittered = _jitter(pixels[:, :colors], 1 + color_jitter * (2 * uniforms - 1))
-        pixels = torch.cat([jittered, pixels[:, colors:]], dim=1) if colors < pixels.shape[1] else jittered
+        pixels = _jitter(pixels, 1 + color_jitter * (2 * uniforms - 1))
     return pixels
 
 

@@ -1,4 +1,4 @@
-"""Images of every Pillow mode as 1 to 4 channels, without saturation and without hidden colors.
+"""Images of every Pillow mode as 1 or 3 channels, without saturation and without hidden colors.
 
 | mode | becomes |
 |---|---|
@@ -12,9 +12,6 @@
 8-bit values become 16-bit ones by v * 257 (255 -> 65535). Three channels become one by Pillow's ITU-R 601 luma,
 (19595 R + 38470 G + 7471 B + 32768) >> 16; one becomes three by repetition. Pillow itself reads 16-bit *color* PNG and
 TIFF as 8 bits (the high byte), and that is what arrives here.
-
-Two channels are gray and alpha, four RGB and alpha; nothing is composited then. An image without transparency is opaque, and
-where alpha is 0 the color is that of the background, as nobody sees what a file has there.
 """
 
 import functools
@@ -47,19 +44,17 @@ def to_planes(image: Image.Image, channels: int, background: tuple[int, int, int
 
     Args:
         image: any Pillow image; of several frames, the current one.
-        channels: 1 to 4; with alpha (2 and 4) `max_value` must be 255.
+        channels: 1 or 3.
         background: RGB in 0..255 that shows through transparent pixels.
         max_value: 255 or 65535, the value of white.
 
     Returns:
-        One 8-bit `L`, `LA`, `RGB` or `RGBA` image for `max_value` 255, else `F` images in 0..65535, one per channel. A gray
-        image without alpha stays one plane, whatever `channels` is.
+        One 8-bit `L` or `RGB` image for `max_value` 255, else `F` images in 0..65535, one per channel. A gray image stays one
+        plane, whatever `channels` is.
 
     Raises:
         ValueError: values outside the range that the mode allows, or a mode that Pillow cannot convert.
     """
-    if channels in (2, 4):
-        return [_with_alpha(image, channels)]
     if is_deep(image):
         return _deep_planes(image, channels, background, max_value)
     if image.mode == "La":
@@ -80,29 +75,6 @@ def to_planes(image: Image.Image, channels: int, background: tuple[int, int, int
     return [Image.fromarray(np.asarray(band, dtype=np.float32) * 257) for band in image.split()]
 
 
-def _with_alpha(image: Image.Image, channels: int) -> Image.Image:
-    mode = "LA" if channels == 2 else "RGBA"
-    if is_deep(image):
-        hole = image.info.get("transparency")
-        seen = np.ones(image.size[::-1], bool) if hole is None else np.asarray(image) != hole
-        (gray,) = _deep_planes(image, 1, (0, 0, 0), 255)
-        return Image.merge("LA", [gray, Image.fromarray(seen.astype(np.uint8) * 255)]).convert(mode)
-    if image.mode in ("La", "RGBa"):
-        image = image.convert(image.mode.upper())
-    return (image if image.has_transparency_data else image.convert("RGB")).convert("RGBA").convert(mode)
-
-
-def hide(pixels: np.ndarray, background: tuple[int, int, int]) -> None:
-    """Puts the background under what is fully transparent in pixels uint8 [2 or 4, height, width], in place."""
-    colors = background if len(pixels) == 4 else [_gray_of(background)]
-    for plane, color in zip(pixels, colors):
-        plane[pixels[-1] == 0] = color
-
-
-def _gray_of(color: tuple[int, int, int]) -> Any:
-    return Image.new("RGB", (1, 1), color).convert("L").getpixel((0, 0))
-
-
 def _deep_planes(image: Image.Image, channels: int, background: tuple[int, int, int], max_value: int) -> list[Image.Image]:
     values = np.asarray(image)
     low, high = values.min(), values.max()
@@ -114,7 +86,8 @@ def _deep_planes(image: Image.Image, channels: int, background: tuple[int, int, 
     planes = [np.rint(white)]
     transparent = image.info.get("transparency")  # PNG: the one gray value that is see-through
     if transparent is not None:
-        colors = background if channels == 3 else [_gray_of(background)]
+        gray: Any = Image.new("RGB", (1, 1), background).convert("L").getpixel((0, 0))
+        colors = background if channels == 3 else [gray]
         planes = [np.where(values == transparent, color * (max_value / 255), planes[0]) for color in colors]
     if max_value == 65535:
         return [Image.fromarray(plane.astype(np.float32)) for plane in planes]

@@ -266,10 +266,11 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     files, notes = source.files, [*source.notes]
     if options.dataset_name is not None and options.train_data_dir is not None:
         notes.append("train_data_dir is ignored because dataset_name is given")
-    if source.data_range is None and options.image_channels > 4:
-        raise UserError(f"--image_channels is {options.image_channels}, and image files have 1 to 4 channels\nset 1, 2, 3 or 4")
-    if source.data_range is None and options.image_channels in (2, 4) and options.preserve_input_precision:
-        raise UserError("image files with alpha are read at 8 bits\nleave out --preserve_input_precision")
+    if source.data_range is None and options.image_channels not in (1, 3):
+        raise UserError(
+            f"--image_channels is {options.image_channels}, and image files become gray (1) or RGB (3)\n"
+            "set 1 or 3: transparent images get the color --background"
+        )
     max_value = 65535 if options.preserve_input_precision else 255
     made_as = (size, options.image_channels, options.center_crop, options.background, max_value, source.data_range)
     prepare = ImagePreparation(*made_as)

@@ -21,7 +21,7 @@ from PIL import Image, UnidentifiedImageError
 from utils.core.errors import UserError
 from utils.core.size import Size
 from utils.data.bad_images import UndecodableImage
-from utils.data.color_modes import background_color, hide, is_deep, stack_planes, to_planes
+from utils.data.color_modes import background_color, is_deep, stack_planes, to_planes
 from utils.data.stored_files import is_address, read_address
 
 # What is worth telling once about a dataset; {n} is "1 image" or "3 images".
@@ -110,8 +110,8 @@ class ImageFile:
 class ImagePreparation:
     """Options that turn an `ImageFile` into pixels; calling it gives the pixels.
 
-    `channels` is 1 to 4, or any number for arrays; `max_value` 255 (uint8) or 65535 (uint16; files: not with alpha),
-    `background` any opaque Pillow color.
+    `channels` is 1 or 3, or any number for arrays; `max_value` 255 (uint8) or 65535 (uint16), `background` any opaque Pillow
+    color.
     """
 
     size: Size
@@ -158,13 +158,10 @@ class ImagePreparation:
                 remarks.append("rotated")
             if is_deep(image) and self.max_value == 255:
                 remarks.append("deep")
-            if image.has_transparency_data and self.channels in (1, 3):
+            if image.has_transparency_data:
                 remarks.append("transparent")
             planes = to_planes(image, self.channels, background_color(self.background), self.max_value)
-        pixels = stack_planes(self._resized(planes), self.channels, self.max_value)
-        if self.channels in (2, 4):
-            hide(pixels, background_color(self.background))
-        return self._cut(pixels), remarks
+        return self._cut(stack_planes(self._resized(planes), self.channels, self.max_value)), remarks
 
     def _prepare_array(self, array: np.ndarray, name: str) -> tuple[np.ndarray, list[str]]:
         low, high = self.data_range or (0.0, 1.0)

@@ -36,16 +36,14 @@ _LONGEST, _LONGEST_NAME = 4096, 255  # characters of a path, and of a file's nam
 _SHOWN = 100  # characters of a cell in a message
 _SMALLEST = 16  # values of an image, and characters of base64 that tell its format
 _HEAD = 64  # characters of base64 that are looked at
-_NUMBERS = re.compile(rf"[\[(\s]*\d+(?:[\s,;\[\]]+\d+){{{_SMALLEST - 1},}}[\])\s]*")
-_HEX = re.compile(r"(?:0x|\\x)?((?:[\da-fA-F]{2})+)")
-_QUOTED = re.compile(
-    r"""\s*<(?:.*?<)?img\b[^>]*?\bsrc\s*=\s*(["'])(?P<html>.*?)\1.*|!\[.*?\]\((?P<markdown>.*)\)|base64,(?P<data>.*)""",
-    re.DOTALL,
-)
+_NUMBERS = re.compile(rf"\d+(?:[\s,;]+\d+){{{_SMALLEST - 1},}}")
 _OTHER_TEXTS = {  # how they begin: what they are, and what makes an image of them
     ("b'", 'b"'): ("bytes as Python writes them", "ast.literal_eval(cell)"),
     ("{",): ("a struct as JSON", "json.loads(cell)"),
-    ("<",): ("HTML, XML or SVG without the source of an image", None),
+    ("[",): ("a list as text", "json.loads(cell)"),
+    ("0x", "\\x"): ("hex", "bytes.fromhex(cell[2:])"),
+    ("<",): ("HTML or XML", """re.search('src="(.*?)"', cell)[1]"""),
+    ("![",): ("Markdown", r"re.search(r'\((.*)\)', cell)[1]"),
 }
 _SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 FirstCell = Callable[[str], object]  # name of a column -> its first cell that is not empty
@@ -373,30 +371,17 @@ def _of_text(text: str) -> bytes | str | np.ndarray:
         if text.startswith("data:"):
             head, _, data = text.partition(",")
             return _decoded(data) if head.endswith(";base64") else unquote_to_bytes(data)
-        if _is_encoded(text):
-            return _decoded(text)
+        if _is_encoded(data := text.removeprefix("base64,")):
+            return _decoded(data)
     except binascii.Error as error:
         raise NoImage(f"damaged base64 ({error})") from None
     if text.startswith("file:/"):
         path = re.sub("^file:(//[^/]*)?", "", text)
         return path if os.path.exists(path) else unquote(path)
     if _NUMBERS.fullmatch(text):
-        values, *depth = np.array(re.findall(r"\d+", text), np.int64), *re.findall(r"\[+", text)
-        sizes = [sum(len(one) >= level for one in depth) for level in range(len(depth[0]), 0, -1)] if depth else [1]
-        shape = [after // before for before, after in itertools.pairwise(sizes)]
-        if values.size % math.prod(shape):
-            raise NoImage("lists of different lengths")
-        return _shaped(values.reshape(*shape, -1), r"np.array(re.findall(r'\d+', cell), int)")
-    if found := _HEX.fullmatch(text):
-        data = bytes.fromhex(found[1])
-        if data.startswith(_SIGNATURES):
-            return data
-        if len(text) > _LONGEST_NAME:  # not the name of a file
-            return _shaped(np.frombuffer(data, np.uint8), "np.frombuffer(bytes.fromhex(cell), np.uint8)")
+        return _shaped(np.array(re.findall(r"\d+", text), np.int64), r"np.array(re.findall(r'\d+', cell), int)")
     if os.path.lexists(text[:_LONGEST]):
         return text
-    if found := _QUOTED.fullmatch(text):
-        return _of_text(next(filter(None, (found["html"], found["markdown"], found["data"])), ""))
     for begins, (what, turned) in _OTHER_TEXTS.items():
         if text.lstrip().startswith(begins) and not text.lower().endswith(tuple(image_suffixes())):
             raise NoImage(what, turned)

@@ -29,7 +29,6 @@ _SPLITS = {
 }
 _LISTED, _SHOWN = 20, 5  # missing names, and folders, that a note has
 _SPLIT_COLUMN = "split"  # of metadata
-_REPEATS = re.compile(r"([1-9]\d*)_(.*\D.*)")  # 10_dog: each image 10 times, for a tool of fine-tuning
 _PARTS = re.compile(r"(part|shard|chunk|batch)[-_ ]?\d+", re.IGNORECASE)
 _NUMBERED = re.compile(r"[\d\W_]{2,}|(?=.*\d)[\da-f]{2,}|\d{3}[A-Z_]{5}")  # also dates, parts of hashes, folders of cameras
 _SPLIT_OF = {name: split for split, names in _SPLITS.items() for name in names}
@@ -130,9 +129,6 @@ class ImageFolder:
         dividing = {n: level for n, level in enumerate(levels, 1) if len(level) > 1}
         self._above = next((n for n, level in dividing.items() if not all(map(_split_of, level))), 0)  # cat/train, cat/val
         names = dividing.pop(self._above, [])
-        if _have_repeats(names):
-            shown = ", ".join(names[:_SHOWN])
-            self.notes.append(f"the folders {shown} become classes; the number before a name repeats no image")
         self.notes += _about_levels(names, [level for level in dividing.values() if level != names])
         counts = Counter(self._class_name(name) for split in used for _, name in rows[split]) if names else Counter()
         if (are_parts := _are_parts(counts, lambda: self._are_described(rows, used))) is not None:
@@ -210,13 +206,6 @@ def _about_levels(names: list[str], others: list[list[str]]) -> list[str]:
     become = f"the folders {', '.join(names[:_SHOWN])} become classes"
     masks = [f"{become}: if some are no images to train on, give another folder"] * any(map(_MASKS.search, names))
     return masks + [f"{become}, and {other} do not: a metadata.csv with file_name and label gives others" for other in listed]
-
-
-def _have_repeats(names: list[str]) -> bool:
-    """Whether the numbers before these names of folders are other ones than 0, 1, 2 and so on."""
-    found = [match for match in map(_REPEATS.fullmatch, names) if match]
-    numbers = sorted(int(match[1]) for match in found)
-    return len(found) == len(names) > 0 and numbers not in (list(range(len(names))), list(range(1, len(names) + 1)))
 
 
 def _are_parts(counts: Counter[str], are_described: Callable[[], bool]) -> bool | None:

@@ -5,7 +5,6 @@ every block and the labels of all rows, is made once, and kept by the shards' na
 Decoded blocks are kept on the local disk (see `block_cache`), so each is read once, by whichever process needs it first.
 """
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -39,7 +38,6 @@ from utils.options.flags import DataOptions
 _INDEXES = 64  # of shards, kept in memory
 _READERS = 2  # threads of a process that read ahead
 _OPEN_SECONDS = 60.0  # for which a block stays mapped
-_LOST_SECONDS = 300.0  # after a shard could not be read, in which no process of the run waits for it again
 _OPEN_SHARE = 64  # the blocks that a process maps are this part of the cache's limit, at most: no room is free before they go
 
 
@@ -226,7 +224,6 @@ class StreamedImages:
         self.starts = read.starts
         self.uniform = prepare.center_crop
         self.bad_images = BadImages(max_bad_images)
-        self._begun = time.time()  # of the run: its workers get a copy
         self._ahead: ReadAhead | None = None
         self._unreadable: dict[int, tuple[str, str]] = {}  # by block: arguments of the error, which would hold what was read
         self._open: dict[int, tuple[PackedFile, float]] = {}  # until when they stay, the one opened last at the end
@@ -290,8 +287,10 @@ class StreamedImages:
         shard = self._read.shard(block).address
         if block in self._unreadable:
             raise UnreadableShard(*self._unreadable[block])
+        waits = () if shard in {lost for lost, _ in self._unreadable.values()} else None  # it was waited for
+        read = functools.partial(patiently, functools.partial(self._read, block), shard, self.cache.say, waits)
         try:
-            stored = self.cache.open(block, functools.partial(self._read_patiently, block, shard), shard)
+            stored = self.cache.open(block, read, shard)
         except UnreadableShard as error:
             self._unreadable[block] = error.args
             raise
@@ -300,20 +299,6 @@ class StreamedImages:
         while len(self._open) > 1 and self._mapped > self.cache.limit // _OPEN_SHARE:
             self._close(next(iter(self._open)))
         return stored
-
-    def _read_patiently(self, block: int, shard: str) -> list[ImageFile]:
-        """One process after the other: those of the run that come soon after one has given up try once, and do not wait. A run
-        that is started anew waits again."""
-        lost = self.cache.folder / f"{hashlib.sha256(shard.encode()).hexdigest()[:16]}.lost"
-        waits = None
-        with contextlib.suppress(OSError):
-            waits = () if lost.stat().st_mtime > max(self._begun, time.time() - _LOST_SECONDS) else None
-        try:
-            return patiently(functools.partial(self._read, block), shard, self.cache.say, waits)
-        except UnreadableShard:
-            with contextlib.suppress(OSError):
-                lost.touch()
-            raise
 
     def _close(self, block: int) -> None:
         if block in self._open:

@@ -115,11 +115,9 @@ class TrainingSamples:
         noise = randomness.normal(self.seed, "noise", sample_numbers, self.shape)
         return Batch(sample_numbers, clean_images, noise, batch["labels"], transforms)
 
-    def seed_dropout(self, step: int, micro_step: int, rank: int | None = None) -> None:
-        """Dropout is the exception: it depends on the rank, so it repeats at the same number of processes only. `rank`: that of
-        another process (this one's)."""
-        rank = self._split.process_index if rank is None else rank
-        seed = randomness.derive_seed(self.seed, "dropout", step, micro_step, rank)
+    def seed_dropout(self, step: int, micro_step: int) -> None:
+        """Dropout is the exception: it depends on the rank, so it repeats at the same number of processes only."""
+        seed = randomness.derive_seed(self.seed, "dropout", step, micro_step, self._split.process_index)
         randomness.seed_generator(self.device, seed)
 
     def dataset_rows(self, sample_numbers: torch.Tensor) -> torch.Tensor:

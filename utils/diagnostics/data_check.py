@@ -138,9 +138,7 @@ def _hashes(flat: np.ndarray) -> np.ndarray:
 def gray_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
     """Gray thumbnails float32 [batch, pixels] in [-1, 1] of integer images [batch, channels, height, width]."""
     small = averaged_down(to_unit_range(pixels, max_value), _THUMBNAIL).flatten(2)
-    if small.shape[1] in (3, 4):  # without alpha
-        return _LUMA @ small[:, :3]
-    return small[:, 0] if small.shape[1] <= 2 else small.mean(1)
+    return _LUMA @ small if small.shape[1] == 3 else small.mean(1)
 
 
 def _copy_figures(images: ImageSet, read: np.ndarray, hashes: np.ndarray, varied: np.ndarray) -> dict:

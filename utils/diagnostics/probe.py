@@ -13,7 +13,7 @@ from utils.data.training_data import TrainingSamples
 from utils.diffusion.classes import classes_known
 from utils.diffusion.ddpm import PREDICTION_TYPES, training_target
 from utils.diffusion.edm2 import EDM2Denoiser
-from utils.diffusion.ideal_denoiser import denoiser_gap, gap_by_timestep
+from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
 from utils.diffusion.sampling import FINISHED_EDM
 
 TIMESTEPS = (0, 100, 500, 900, 999)  # of 1000; spread in the same way over other lengths
@@ -135,18 +135,9 @@ def examine_network(
     found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size, labels)
     has_ideal = isinstance(noise_scheduler, DDPMScheduler) and not classes and samples.encoded is None
     if has_ideal and samples.device.type != "mps":
-        gap = denoiser_gap(
-            unet,
-            noise_scheduler,
-            samples.images,
-            validation,
-            timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
-            seed=samples.seed,
-            device=samples.device,
-            images_per_timestep=PROBE_IMAGES,
-            batch_size=batch_size,
-            random_flip=samples.random_flip,
-        )
+        timesteps = probe_timesteps(noise_scheduler.config.num_train_timesteps)
+        plan = GapPlan(timesteps, samples.seed, samples.device, PROBE_IMAGES, batch_size)
+        gap = denoiser_gap(unet, noise_scheduler, samples.images, validation, plan, samples.random_flip)
         found |= gap_by_timestep(gap)
     return found
 

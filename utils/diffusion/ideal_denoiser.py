@@ -15,6 +15,7 @@ it there has memorized. At high noise it is the floor of the loss, which a healt
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -92,19 +93,25 @@ def ideal_prediction(
     return {"epsilon": noise, "sample": clean, "v_prediction": alpha * noise - sigma * clean}[prediction_type]
 
 
+@dataclass(frozen=True)
+class GapPlan:
+    """At which `timesteps`, in [0, num_train_timesteps), and of how many images; more give smaller errors of sampling."""
+
+    timesteps: Sequence[int]
+    seed: int
+    device: torch.device
+    images_per_timestep: int = 64  # of either set
+    batch_size: int = 64  # noisy images at a time
+    max_images: int = 2048  # that the ideal denoiser knows
+
+
 @torch.no_grad()
 def denoiser_gap(
     unet: nn.Module,
     noise_scheduler: DDPMScheduler,
     training_images: ImageSet,
     validation_images: ImageSet | None,
-    *,
-    timesteps: Sequence[int],
-    seed: int,
-    device: torch.device,
-    images_per_timestep: int = 64,
-    batch_size: int = 64,
-    max_images: int = 2048,
+    plan: GapPlan,
     random_flip: bool = False,
 ) -> dict:
     """Measures the mean squared errors of a model and of the ideal denoiser, on the same noisy images, the same every time.
@@ -117,7 +124,7 @@ def denoiser_gap(
     ideal denoiser knows, so there it is no optimum: a model that generalizes beats it at low noise (a negative gap),
     while one that has memorized errs as much as it does.
 
-    Of sets larger than `max_images` (or 256 MiB as float32) a random subset stands for the whole: the noised
+    Of sets larger than `plan.max_images` (or 256 MiB as float32) a random subset stands for the whole: the noised
     training images come from it, and the ideal denoiser knows it alone. As it then has fewer images to choose from, its
     error is below that of the whole set's ideal, mostly at middling noise, and the gap too large. Images of other
     proportions are cut at the center.
@@ -125,9 +132,6 @@ def denoiser_gap(
     Args:
         unet: the unwrapped network, in full precision, with the weights and in the mode to judge.
         validation_images: may be None or empty.
-        timesteps: in [0, num_train_timesteps).
-        images_per_timestep: noised images of either set; more give smaller errors of sampling.
-        batch_size: noisy images at a time.
         random_flip: the model is trained on mirrored images too, so the ideal denoiser knows those as well.
 
     Returns:
@@ -135,12 +139,13 @@ def denoiser_gap(
         model, ideal, gap, distance}: the number of noised images, the two errors, model - ideal, and the mean square of
         (model - ideal prediction).
     """
+    seed, device, per_timestep = plan.seed, plan.device, plan.images_per_timestep
     exact = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
-    subset_size = max(1, min(max_images, _SUBSET_BYTES // (4 * math.prod(training_images.shape))))
+    subset_size = max(1, min(plan.max_images, _SUBSET_BYTES // (4 * math.prod(training_images.shape))))
     known = _draw(training_images, subset_size, seed, "denoiser gap subset", device)
-    noised: dict[str, Any] = {"train": known[:images_per_timestep], "held_out": None}
+    noised: dict[str, Any] = {"train": known[:per_timestep], "held_out": None}
     if validation_images is not None and len(validation_images):
-        noised["held_out"] = _draw(validation_images, images_per_timestep, seed, "denoiser gap held out", device)
+        noised["held_out"] = _draw(validation_images, per_timestep, seed, "denoiser gap held out", device)
     if random_flip:
         noised["train"] = noised["train"].clone()
         noised["train"][1::2] = noised["train"][1::2].flip(-1)
@@ -151,10 +156,10 @@ def denoiser_gap(
         if noised[kind] is None:
             return None
         count, sums = len(noised[kind]), torch.zeros(3, dtype=torch.float64, device=exact)
-        for start in range(0, count, batch_size):
-            clean = noised[kind][start : start + batch_size]
+        for start in range(0, count, plan.batch_size):
+            clean = noised[kind][start : start + plan.batch_size]
             # Numbered by timestep and image, so that a figure does not depend on which other timesteps are asked for.
-            numbers = timestep * images_per_timestep + torch.arange(start, start + len(clean), device=device)
+            numbers = timestep * per_timestep + torch.arange(start, start + len(clean), device=device)
             noise = randomness.normal(seed, f"denoiser gap {kind}", numbers, clean.shape[1:])
             at = torch.full((len(clean),), timestep, device=device)
             noisy = noise_scheduler.add_noise(clean, noise, at)
@@ -168,7 +173,7 @@ def denoiser_gap(
 
     return {
         "images_used": min(subset_size, len(training_images)),
-        "timesteps": [{"timestep": t, **{kind: errors(kind, t) for kind in noised}} for t in map(int, timesteps)],
+        "timesteps": [{"timestep": t, **{kind: errors(kind, t) for kind in noised}} for t in map(int, plan.timesteps)],
     }
 
 

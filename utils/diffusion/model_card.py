@@ -18,6 +18,7 @@ from utils.core.size import Size
 from utils.data.sources import hub_name
 from utils.diffusion.sampling import Scheduler, sampling_steps
 from utils.options.flags import PIPELINE_DECIDES, DDPMOptions, EDM2Options, OutputOptions, RunOptions
+from utils.options.parser import words_of
 
 # Flags that say where things are on a machine, and how a run is resumed and published: not what is trained.
 NOT_OF_TRAINING = {each.name for each in fields(OutputOptions)} | {"logging_dir", "cache_dir"}
@@ -100,17 +101,8 @@ def training_command(options: RunOptions) -> str:
     if options.pretrained is not None:
         shown -= set(PIPELINE_DECIDES)
     shown -= NOT_OF_TRAINING | {each.name for each in fields(options) if each.metadata.keys() & {"secret", "once"}}
-    words = ["accelerate", "launch", f"{options.script}.py"]
-    for name in (name for name in values if name in shown):
-        value = values[name]
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, list) and value:
-            words += [f"--{name}", *map(str, value)]
-        elif value is not None and value != []:
-            text = local_name(str(value))
-            words += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
-    return shlex.join(words)
+    chosen = {name: local_name(value) if isinstance(value, str) else value for name, value in values.items() if name in shown}
+    return shlex.join(["accelerate", "launch", f"{options.script}.py", *words_of(chosen)])
 
 
 def local_name(word: str) -> str:
@@ -161,15 +153,6 @@ def model_card(facts: Mapping) -> str:
     lines = [f"from diffusers import {name}", "", load, f"image = {call}.images[0]"]
     warning = "Loading it runs the Python files of this repository: read them first.\n\n" if carries_code else ""
     sections.append(f"## Use\n\n{warning}" + _code("python", "\n".join(lines)))
-    if facts.get("classes") and not is_edm2 and not facts.get("autoencoder") and not facts.get("objective"):
-        plain = [  # a pipeline of diffusers that asks any UNet2DModel for classes, with any scheduler
-            "from diffusers import ConsistencyModelPipeline, DDIMScheduler, UNet2DModel",
-            "",
-            f'unet = UNet2DModel.from_pretrained({place}, subfolder="unet")',
-            f'pipeline = ConsistencyModelPipeline(unet, DDIMScheduler.from_pretrained({place}, subfolder="scheduler"))',
-            "image = pipeline(class_labels=[0], num_inference_steps=50).images[0]",
-        ]
-        sections.append("With classes of diffusers alone, without guidance:\n\n" + _code("python", "\n".join(plain)))
     card = "\n\n".join(section for section in sections if section) + "\n"
     return card.encode(errors="replace").decode()  # names of files may hold bytes that are no text
 

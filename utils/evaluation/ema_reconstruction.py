@@ -43,7 +43,7 @@ from utils.options.paths import located
 from utils.runs.folder import WITHOUT, RunFolder
 from utils.runs.record import RunRecord
 
-METRICS = ("fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels")
+METRICS = ("fd_randconv", "kd_randconv")
 
 
 def load_run(run: Path, pipeline: str) -> tuple[ModelMixin, Scheduler]:

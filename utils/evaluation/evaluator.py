@@ -25,15 +25,15 @@ from utils.evaluation.classifier import Classifier
 from utils.evaluation.extractor_base import Extractor
 from utils.evaluation.extractors import INCEPTION_SHA256
 from utils.evaluation.feature_sets import FeatureSet, extract
-from utils.evaluation.memorization import Originals, feature_memorization, kept_for_memorization, memorization
-from utils.evaluation.quality import MIN_IMAGES, MIN_REGION_IMAGES, class_figures, compare, real_floor, standardize
+from utils.evaluation.memorization import Originals, kept_for_memorization, memorization
+from utils.evaluation.quality import MIN_IMAGES, MIN_REGION_IMAGES, class_figures, compare, real_floor
 
 FID_IMAGES = 50_000  # with fewer of them the number is part of the name
 NEAR_FLOOR = 5  # what benchmarks/quality/extractor_validation.py asks of a corruption that can be relied on to be seen
 
 
 def metric_name(kind: str, result: dict) -> str:
-    """What a figure "fd" or "kd" of a result, as evaluate.py writes it, is called: "fd_randconv", "kd_pixels"; with the very
+    """What a figure "fd" or "kd" of a result, as evaluate.py writes it, is called: "fd_randconv", "kd_dinov2"; with the very
     weights that papers use "kid", and "fid" of 50,000 images, "fid_10k" of fewer."""
     if result["features"] != "inception" or result["extractor_sha256"] != INCEPTION_SHA256:
         return f"{kind}_{result['features']}"
@@ -149,11 +149,6 @@ class Evaluation:
         sheet = None
         if images is not None and self.originals is not None:
             figures["memorisation"], sheet = memorization(images, self.originals)
-            compared: list[Any] = [sets[0].rows, self.originals.rows, self.originals.validation_rows]
-            if self.extractor.standardized:
-                compared = [rows if rows is None else standardize(rows, self.reference.moments) for rows in compared]
-            if compared[1] is not None:
-                figures["memorisation"] |= feature_memorization(*compared)
         figures["warnings"] = self.warnings(len(sets[0]))
         fd, floor = figures["fd"], figures["floor"]["fd"]
         if fd < NEAR_FLOOR * floor:

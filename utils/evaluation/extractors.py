@@ -1,9 +1,8 @@
 """Feature extractors: images in, the vectors [N, D] out that quality and diversity are measured on.
 
 Every figure names the extractor that it was made with, because figures of different ones cannot be compared. Nothing is
-downloaded: the default makes its weights from a fixed seed, `classifier` and `pixels` are fitted to the reference data,
-`inception` and `dinov2` have published weights, which they read from local files; the packages that they need are imported here
-alone.
+downloaded: the default makes its weights from a fixed seed, `classifier` is trained on the reference data, `inception`
+and `dinov2` have published weights, which they read from local files; the packages that they need are imported here alone.
 """
 
 import hashlib
@@ -11,7 +10,6 @@ import math
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -20,12 +18,12 @@ from utils.core.errors import UserError
 from utils.data.augmentation import averaged_down, to_unit_range
 from utils.data.dataset import ImageSet
 from utils.evaluation.classifier import trained_classifier
-from utils.evaluation.extractor_base import Extractor, eight_bit, tensors_sha256
+from utils.evaluation.extractor_base import Extractor, tensors_sha256
 
 # The network of Heusel et al. 2017 as torch-fidelity converted it; the file's name holds the start of its SHA-256.
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
-EXTRACTORS = ("randconv", "classifier", "pixels", "inception", "dinov2")
+EXTRACTORS = ("randconv", "classifier", "inception", "dinov2")
 
 
 class RandomConvolutions(Extractor):
@@ -84,39 +82,6 @@ def _halve(pixels: torch.Tensor) -> torch.Tensor:
 
 def _convolve(pixels: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return functional.conv2d(functional.pad(pixels, (1, 1, 1, 1), mode="replicate"), weight).relu_()
-
-
-class PrincipalPixels(Extractor):
-    """The principal components of the reference images at 16x16 pixels, at most 64: a sanity check, blind to texture."""
-
-    name = "pixels"
-    resize = "larger than 16 pixels: averaged down to 16"
-    SIDE, MOST, IMAGES = 16, 64, 10_000
-    mean: torch.Tensor
-    basis: torch.Tensor
-
-    def __init__(self, images: ImageSet):
-        """Fitted to up to 10,000 of `images`, spread over the set. Raises UserError for fewer than 2."""
-        super().__init__()
-        if len(images) < 2:
-            raise UserError(f"--features pixels needs 2 or more reference images, and there are {len(images)}\nuse more images")
-        chosen = np.linspace(0, len(images) - 1, min(len(images), self.IMAGES)).astype(np.int64)
-        parts = [eight_bit(images.fetch(part), images.max_value) for part in np.array_split(chosen, len(chosen) // 256 + 1)]
-        pixels = torch.cat([self._flat(part) for part in parts]).double()
-        centered = pixels - pixels.mean(0)
-        values, vectors = torch.linalg.eigh(centered.T @ centered / len(centered))
-        kept = min(self.MOST, len(chosen) - 1, int((values > 1e-6 * values[-1]).sum()))
-        self.register_buffer("mean", pixels.mean(0).float())
-        self.register_buffer("basis", vectors[:, -max(kept, 1) :].float())
-        self.dimensions = self.basis.shape[1]
-        self.sha256 = tensors_sha256(self.state_dict())
-
-    def _flat(self, images: torch.Tensor) -> torch.Tensor:
-        return averaged_down(to_unit_range(images, 255), self.SIDE).flatten(1)
-
-    @torch.no_grad()
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return (self._flat(images) - self.mean) @ self.basis
 
 
 def _check_file(path: Path, expected: str | None) -> str:
@@ -228,7 +193,7 @@ def make_extractor(
     """Returns the extractor `name` of EXTRACTORS, on the CPU, in eval mode.
 
     Args:
-        images: the reference images, which `classifier` and `pixels` are fitted to. None where there are only
+        images: the reference images, which `classifier` is trained on. None where there are only
             stored statistics; then `channels` says what images will come.
         weights: local file of `inception`, local folder of `dinov2`; these two need it.
         weights_sha256: what the hash of that file must begin with.
@@ -239,13 +204,13 @@ def make_extractor(
     """
     if name == "randconv":
         extractor = RandomConvolutions(images.shape[0] if images is not None else cast(int, channels))
-    elif name in ("classifier", "pixels"):
+    elif name == "classifier":
         if images is None:
             raise UserError(
-                f"--features {name} needs the reference images, and --reference is a file of statistics\n"
+                "--features classifier needs the reference images, and --reference is a file of statistics\n"
                 "set --dataset_name or --train_data_dir instead"
             )
-        extractor = PrincipalPixels(images) if name == "pixels" else trained_classifier(images, cache_dir)
+        extractor = trained_classifier(images, cache_dir)
     elif name in ("inception", "dinov2"):
         count = images.shape[0] if images is not None else channels
         if count not in (None, 1, 3):

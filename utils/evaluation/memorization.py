@@ -29,15 +29,6 @@ def kept_for_memorization(count: int, image_bytes: int) -> int:
     return max(1, min(count, MAX_IMAGES, MAX_BYTES // max(image_bytes, 1)))
 
 
-def nearest_rows(
-    queries: torch.Tensor, rows: torch.Tensor, own: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Euclidean distances float32 [n] to the nearest of `rows` [N, D], and the indices int64 [n] of these; see `nearest`."""
-    chunks = torch.arange(len(rows)).split(_at_once(max(len(queries), 1)))
-    indices = nearest(queries, ((int(chunk[0]), rows[chunk]) for chunk in chunks), own)
-    return (queries - rows[indices]).norm(dim=1), indices
-
-
 def small_pixels(images: torch.Tensor) -> torch.Tensor:
     """float32 [n, C x h x w] in [-1, 1] of uint8 [n, C, H, W], averaged down to at most 16 x 16."""
     return averaged_down(to_unit_range(images, 255), SIDE).flatten(1)
@@ -63,7 +54,7 @@ class Closest:
 
 
 def closest(chunks: Callable[[], Iterable[torch.Tensor]], training: ImageSet, own: torch.Tensor | None = None) -> Closest:
-    """Of the images uint8 [n, C, H, W] that `chunks` gives, twice, among those of `training`; `own` as in `nearest_rows`.
+    """Of the images uint8 [n, C, H, W] that `chunks` gives, twice, among those of `training`; `own` as in `nearest`.
 
     Both ways, because a model that was trained with random flips mirrors half of its copies.
     """
@@ -96,18 +87,10 @@ class Originals:
         training: all of its images are compared with; memory holds a chunk of them.
         validation: real images that were not trained on. Without it, as many of the training images as there are
             samples stand in, each compared with all others.
-        rows, validation_rows: features [n, D] of both, or of some of both; without the first, features are not compared.
     """
 
-    def __init__(
-        self,
-        training: ImageSet,
-        validation: ImageSet | None = None,
-        rows: torch.Tensor | None = None,
-        validation_rows: torch.Tensor | None = None,
-    ):
+    def __init__(self, training: ImageSet, validation: ImageSet | None = None):
         self.training, self.real = training, validation if validation is not None and len(validation) else training
-        self.rows, self.validation_rows = rows, validation_rows
         self._real: dict[int, Closest] = {}
 
     def real_closest(self, count: int) -> Closest:
@@ -153,25 +136,3 @@ def memorization(samples: torch.Tensor, originals: Originals) -> tuple[dict, Ima
 
 def _fetch(images: ImageSet, indices: torch.Tensor) -> torch.Tensor:
     return eight_bit(images.fetch(indices.numpy()), images.max_value)
-
-
-def feature_memorization(rows: torch.Tensor, training_rows: torch.Tensor, validation_rows: torch.Tensor | None = None) -> dict:
-    """The same in features: medians of the distance to the nearest training row, their ratio, and what the second is of; JSON.
-
-    Args:
-        rows, training_rows, validation_rows: [n, D]; without the last, training rows stand in, each compared with all others.
-    """
-    rows = rows[evenly(len(rows), MAX_IMAGES)]
-    if validation_rows is not None and len(validation_rows):
-        some = validation_rows[evenly(len(validation_rows), len(rows))]
-        others, (real, _) = "held-out images", nearest_rows(some, training_rows)
-    else:
-        own = evenly(len(training_rows), len(rows))
-        others, (real, _) = "other training images", nearest_rows(training_rows[own], training_rows, own)
-    typical, typical_real = nearest_rows(rows, training_rows)[0].median().item(), real.median().item()
-    return {
-        "feature_distance": typical,
-        "feature_distance_real": typical_real,
-        "feature_ratio": typical / max(typical_real, 1e-12),
-        "features_compared_with": others,
-    }

@@ -6,11 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import cast
 
-import torch
-
 from utils.data.dataset import ImageSet, content_fingerprint
 from utils.data.training_data import split_validation
-from utils.evaluation.feature_sets import FeatureSet
 from utils.evaluation.memorization import Originals
 from utils.evaluation.reference import Reference
 from utils.options.flags import DataOptions, EvaluateOptions
@@ -33,20 +30,11 @@ class OriginalsOfRuns:
     def of(self, source: str) -> tuple[Originals, tuple[int, int] | None]:
         """Returns the originals of samples of `source` and, as `known_split`, how its run divided them; where that is not
         known, they are all of the images of the reference, which has some."""
-        images, features = cast(ImageSet, self._reference.images), self._reference.features
+        images = cast(ImageSet, self._reference.images)
         split = known_split(self._reference.options, images, source)
         if self._last is None or self._last[0] != split:
-            self._last = split, _divided(images, features, split)
+            self._last = split, Originals(*([images] if split is None else split_validation(images, *split)))
         return self._last[1], split
-
-
-def _divided(images: ImageSet, features: FeatureSet, split: tuple[int, int] | None) -> Originals:
-    if split is None:
-        return Originals(images, rows=features.rows)
-    training, validation = split_validation(images, *split)
-    rows = images.dataset_rows(features.indices.numpy())
-    is_validation = torch.isin(rows, validation.dataset_rows(range(len(validation))))
-    return Originals(training, validation, features.rows[~is_validation], features.rows[is_validation])
 
 
 def known_split(given: EvaluateOptions, images: ImageSet, source: str) -> tuple[int, int] | None:

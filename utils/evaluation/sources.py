@@ -33,8 +33,8 @@ class FinishedImages:
     numbered.
 
     Attributes:
-        shape: (channels, height, width), read from the headers: 1 channel where all images are gray, else 3; with alpha where
-            generate.py wrote it or `channels` asks for it.
+        shape: (channels, height, width), read from the headers: 1 channel where all images are gray, else 3; those of arrays
+            of generate.py, or `channels`.
 
     Raises UserError where there is no such folder, no image in it, one that cannot be opened, or images of several sizes.
     """
@@ -66,7 +66,7 @@ class FinishedImages:
         ((height, width),) = sizes
         if self.settings and len(modes) == 1:
             (mode,) = modes
-            channels = channels or (mode if isinstance(mode, int) else {"LA": 2, "RGBA": 4}.get(mode))
+            channels = channels or (mode if isinstance(mode, int) else None)
         self.shape = (channels or (1 if modes <= {*_GRAY_MODES} else 3), height, width)
 
     def __len__(self) -> int:

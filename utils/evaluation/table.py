@@ -116,13 +116,11 @@ def lines(results: list[dict]) -> list[str]:
     rows.append(["most enlarged mode / real", *largest])
     if all(classes := [figures.get("classes") for figures in samples]):
         rows.append(["classes hit", *map(_hit, classes), f"judge right {classes[0]['accuracy']:.0%}"])
-        rows.append(["is_classifier", *(f"{found['score']:.3g}" for found in classes), ""])
     if all(copies := [figures.get("memorisation") for figures in samples]):
         against = copies[0]["compared_with"]
         real = f"{copies[0]['near_duplicates_real']:.2%} ({against})"
         rows.append(["near-duplicates of training images", *(f"{found['near_duplicates']:.2%}" for found in copies), real])
-        ratios = [f"{found['pixel_ratio']:.2f} / {found['feature_ratio']:.2f}" for found in copies]
-        rows.append(["nearest training image, pixels / features", *ratios, f"1 ({against})"])
+        rows.append(["distance of the nearest one", *(f"{found['pixel_ratio']:.2f}" for found in copies), f"1 ({against})"])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 

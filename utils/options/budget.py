@@ -7,7 +7,7 @@ from typing import Any
 
 from utils.core.errors import UserError
 from utils.options.flags import AnyRun, RunOptions
-from utils.options.parser import resolve
+from utils.options.parser import resolve, words_of
 
 OF_THE_DATA = ("dataset_name", "output_dir", "resolution", "image_channels", "random_flip")  # no network's preset changes them
 OF_THE_BATCH = ("train_batch_size", "global_batch_size", "gradient_accumulation_steps")
@@ -37,10 +37,4 @@ def repeating(options: RunOptions) -> str:
         with contextlib.suppress(UserError):  # it is needed
             if wanted.items() <= vars(resolve(type(options), {}, fewer)).items():
                 values = fewer
-    words = []
-    for name, value in values.items():
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif value is not None:  # which what excludes it means
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return ("accelerate launch " if sys.argv[0].endswith(".py") else "") + shlex.join([sys.argv[0], *words])
+    return ("accelerate launch " if sys.argv[0].endswith(".py") else "") + shlex.join([sys.argv[0], *words_of(values)])

@@ -57,7 +57,7 @@ class DataOptions(Options):
         reads=lambda text: Size.of(text).resolution,
         words="a number of pixels, or two as height x width, such as 64x96",
     )
-    image_channels: int = flag(3, "1: gray, 2: gray with alpha, 3: RGB, 4: RGBA; more for arrays (3)", at_least=1)
+    image_channels: int = flag(3, "1: gray, 3: RGB; any number for arrays (3)", at_least=1)
     background: str = flag("white", "color behind transparent images (white)")
     center_crop: bool = flag(False, "crop the center (random place)")
     preserve_input_precision: bool = flag(False, "keep 16-bit images, and arrays, at 16 bits instead of scaling to 8")
@@ -404,7 +404,7 @@ class RunOptions(
         elif self.train_batch_size == "auto" and "gradient_accumulation_steps" in self.given:
             problem = "--train_batch_size auto and --gradient_accumulation_steps do not go together\n"
             problem += "leave out --gradient_accumulation_steps: auto computes it"
-        elif self.color_jitter and self.image_channels > 4:
+        elif self.color_jitter and self.image_channels not in (1, 3):
             problem = f"--color_jitter needs gray or RGB, not --image_channels {self.image_channels}\nleave out --color_jitter"
         elif self.budget is not None and by_budget:
             problem = f"--budget and --{by_budget[0]} do not go together: leave one of the two out"
@@ -675,7 +675,7 @@ class FeatureOptions(Options):
     """what it is measured with"""
 
     reference: Path | None = flag(None, "real images: a folder, arrays (.npy, .npz, HDF5), or a file of make-reference")
-    features: Literal["randconv", "classifier", "pixels", "inception", "dinov2"] = flag(
+    features: Literal["randconv", "classifier", "inception", "dinov2"] = flag(
         "randconv", "features for the distances (randconv)"
     )
     feature_weights: Path | None = flag(None, "local weights of inception (a file) or dinov2 (a folder)")
@@ -808,7 +808,7 @@ class ReconstructionOptions(Options):
         reads=lambda text: read_widths(text) and text,  # stays as it was written
         words=f"FIRST:LAST:STEP, such as 0.02:0.25:0.01, with at most {MOST_WIDTHS} widths above 0 and below {WIDEST}",
     )
-    metric: Literal["fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels"] = flag(
+    metric: Literal["fd_randconv", "kd_randconv"] = flag(
         "fd_randconv", "figure that decides which width is best: Frechet or kernel distance of features (fd_randconv)"
     )
     num_images: int = flag(1000, "samples for each width (1000)", at_least=FEWEST_IMAGES)

@@ -287,6 +287,19 @@ def add_flag(group: Any, declared: Field, values: Values, negated: bool) -> None
         group.add_argument(declared.name, **words | {"nargs": "?", "default": None})
 
 
+def words_of(values: dict[str, Any]) -> list[str]:
+    """Returns the words of a command line that gives these values; None and empty lists are not given."""
+    words = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list) and value:
+            words += [f"--{name}", *map(str, value)]
+        elif value is not None and value != []:
+            words += [f"--{name}={value}"] if str(value).startswith("-") else [f"--{name}", str(value)]
+    return words
+
+
 def preset_table(cls: type[Options]) -> str:
     """Returns the presets as text for `--help all`: what is to be said about them, and each with the flags that it changes."""
     lines = ["model presets (a network and these defaults; your own flags win):", *cls.about_presets.splitlines()]

@@ -29,10 +29,9 @@ from utils.optim.power_ema import PowerEMA
 from utils.options.flags import DDPMOptions
 from utils.training.declared import declared_by, declared_data, process_of, sampling_settings
 from utils.training.run import Run
-from utils.training.unwatched import Unwatched
 
 
-class StepAudit(DeclaredRun, Unwatched):
+class StepAudit(DeclaredRun):
     """Measures the training step, and looks at what the run starts from and stores."""
 
     def __init__(self, run: Run, eager: bool):
@@ -58,6 +57,7 @@ class StepAudit(DeclaredRun, Unwatched):
             self.look(self._network)
 
     def check(self, what: str) -> None:
+        """On the main process: "sampler" before the first pictures, or "exported", "saved", "snapshots" after those were."""
         looks = {"sampler": self._sampler, "exported": self._exported, "saved": self._saved, "snapshots": self._snapshots}
         self.look(looks[what])
 

@@ -1,11 +1,10 @@
 """The doctor in the loop: records what a run shows of itself, tells each finding once, keeps diagnosis.json up to date."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from utils.diagnostics.diagnose import diagnose
 from utils.diagnostics.finding import DIAGNOSIS, SEVERITIES, Finding, described, write_findings
@@ -29,7 +28,6 @@ class Doctor:
         expected_reports: of the whole run, however it is resumed.
         print_line: prints a line for the user.
         log: takes figures and the step, for the trackers: diagnosis/<code> is 1 for a warning and 2 for what is critical.
-        before: options.json as an earlier start of the run left it; empty where there was none.
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class Doctor:
         enabled: bool,
         print_line: Callable[[str], None],
         log: Callable[[dict, int], None] | None = None,
-        before: Mapping[str, Any] = MappingProxyType({}),
     ):
         self._enabled, self._print_line, self._log, self._first_step = enabled, print_line, log, first_step
         self._history = History(output_dir, first_step=first_step, enabled=enabled)
@@ -56,10 +53,9 @@ class Doctor:
         self.findings: list[Finding] = []
         if enabled and self._earlier:
             self.findings = diagnose(self._record)
-            # What was told before the resume is not told again. What follows from other options was not told.
-            options, resolved = before.get("options") or self._record.options, before.get("resolved") or self._record.resolved
-            told = {finding.line for finding in diagnose(replace(self._record, options=options, resolved=resolved))}
-            self._told = {finding.code: finding.severity for finding in self.findings if finding.line in told}
+            with contextlib.suppress(OSError, ValueError):  # what was told before the resume is not told again
+                found = json.loads((output_dir / DIAGNOSIS).read_text())
+                self._told = {each["code"]: each["severity"] for each in found if not each["source"]}
 
     def record(self, step: int, values: dict) -> None:
         """Records them, and examines the run where they say much of it."""

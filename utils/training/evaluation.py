@@ -14,8 +14,8 @@ from utils.data.dataset import ImageSet, cache_folder
 from utils.diffusion.sampling import sample, to_uint8
 from utils.evaluation.evaluator import Evaluation
 from utils.evaluation.extractors import make_extractor
-from utils.evaluation.feature_sets import REFERENCE_ROWS, FeatureSet, evenly, reference_features
-from utils.evaluation.memorization import MAX_IMAGES, Originals
+from utils.evaluation.feature_sets import REFERENCE_ROWS, evenly, reference_features
+from utils.evaluation.memorization import Originals
 from utils.training.run import Run
 from utils.training.samples import plan_of
 
@@ -106,23 +106,18 @@ class SampleEvaluation:
 
     def _prepare(self) -> Evaluation:
         run, size = self._run, self._run.options.evaluation_batch_size
-        training, others = run.data.training, run.data.validation
-        real = _some(training, REFERENCE_ROWS)
+        real = _some(run.data.training, REFERENCE_ROWS)
         with together(run.accelerator, "preparing the evaluation", ADVICE):
             extractor = make_extractor(FEATURES, real).to(run.accelerator.device)
 
-        def features(images: ImageSet) -> FeatureSet:
+        with run.progress.part("features of real images", len(real)) as bar:
             cache = cache_folder(run.options.cache_dir)
-            with run.progress.part("features of real images", len(images)) as bar:
-                return reference_features(
-                    run.accelerator, extractor, images, batch_size=size, cache_dir=cache, progress=bar.update
-                )
-
-        reference = features(real)
-        validation = features(_some(others, MAX_IMAGES)).rows if len(others) else None
+            reference = reference_features(
+                run.accelerator, extractor, real, batch_size=size, cache_dir=cache, progress=bar.update
+            )
         # The other processes wait while the main one looks for copies, so it looks through as many images as check_data does.
         most = MAX_COMPARED_BYTES // math.prod(real.shape) if real.cached else MAX_DECODED
-        originals = Originals(_some(real, max(1, most)), others, reference.rows, validation)
+        originals = Originals(_some(real, max(1, most)), run.data.validation)
         return Evaluation(run.accelerator, extractor, reference, seed=run.options.seed, batch_size=size, originals=originals)
 
     def _sample(self, numbers: torch.Tensor) -> torch.Tensor:

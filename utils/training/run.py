@@ -199,7 +199,6 @@ def begin_run(
     _check_samples(options, len(data.training), objective)
     if state.step < length.max_train_steps:
         on_main_process(accelerator, "looking at the disk", _check_disk, folder, data, objective, state, length, options)
-    before = folder.record()
     names = data.images.class_names if objective.classes else None
     on_main_process(accelerator, "beginning in the folder", folder.begin, options, facts, names)
     on_main_process(accelerator, "removing later snapshots", remove_snapshots_beyond, folder.path, state.step)
@@ -219,7 +218,6 @@ def begin_run(
         enabled=accelerator.is_main_process,
         print_line=progress.print_line,
         log=trackers.log,
-        before=before,
     )
     clipping = AdaptiveLimit(accelerator.device, state.grad_norm_mean)
     if not options.adaptive_clipping:

@@ -32,7 +32,7 @@ class Sample:
     """Images of a set as it is trained on; all of a small one, an even choice of a large one.
 
     Attributes:
-        images: uint8 [N, H, W, C], C 1 or 3: without alpha; the mean where there are more than 4 channels.
+        images: uint8 [N, H, W, C], C 1 or 3; the mean where there are other numbers of channels.
         held_out: uint8 [M, H, W, C] of the validation; M may be 0.
         labels: int64 [N], or None.
         sizes: height and width, int64 [K, 2], of some of the files before preparation, or None.
@@ -119,9 +119,6 @@ def _spread(images: ImageSet) -> np.ndarray:
 def _fetched(images: ImageSet, indices: np.ndarray) -> np.ndarray:
     parts = [images.fetch(indices[start : start + 256]) for start in range(0, len(indices), 256)]
     pixels = np.concatenate([part if images.max_value == 255 else (part >> 8).astype(np.uint8) for part in parts])
-    channels = pixels.shape[1]
-    if channels > 4:
+    if pixels.shape[1] not in (1, 3):
         pixels = np.rint(pixels.mean(1, keepdims=True)).astype(np.uint8)
-    elif channels in (2, 4):
-        pixels = pixels[:, :-1]
     return np.ascontiguousarray(pixels.transpose(0, 2, 3, 1))

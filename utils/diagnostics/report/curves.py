@@ -71,7 +71,7 @@ class Curves:
 
 
 def layer_figure(record: RunRecord, kind: str, title: str, unit: str, reading: str) -> str:
-    """The spread of one magnitude over the layers, with the layers that stand out. (All are in the history.)"""
+    """The spread of one magnitude over the layers, with those that are the highest and the lowest at the end."""
     records = record.records("layers")
     if len(records) > MAX_LAYER_RECORDS:
         records = [records[i] for i in np.linspace(0, len(records) - 1, MAX_LAYER_RECORDS).round().astype(int)]
@@ -87,9 +87,10 @@ def layer_figure(record: RunRecord, kind: str, title: str, unit: str, reading: s
     edges = np.full((3, len(records)), np.nan)
     if rows.any():
         edges[:, rows] = np.nanpercentile(positive[rows], (20, 50, 80), axis=1)
-    telling = np.array([not name.endswith(WITHOUT_EFFECT) for name in names])
     few = len(names) <= 4
-    chosen = list(range(len(names))) if few else _outstanding(np.where(telling, positive, np.nan), edges[1])
+    newest = {i: value for i, value in enumerate(positive[-1]) if np.isfinite(value) and not names[i].endswith(WITHOUT_EFFECT)}
+    ends = sorted({max(newest, key=newest.__getitem__), min(newest, key=newest.__getitem__)}) if newest else []
+    chosen = range(len(names)) if few else ends
     curves = [
         Curve(names[i], steps[recorded[:, i]], values[recorded[:, i], i], style) for style, i in enumerate(chosen, start=1)
     ]
@@ -100,17 +101,3 @@ def layer_figure(record: RunRecord, kind: str, title: str, unit: str, reading: s
     spread = [Curve(label, steps, edge, style) for (label, style), edge in zip(styles.items(), edges)]
     curves = curves if few else spread + curves
     return plot(title, curves, unit=unit, scale="log", reading=reading, note=note if broken else "")
-
-
-def _outstanding(positive: np.ndarray, median: np.ndarray) -> list[int]:
-    """Up to four layers: at the end the highest and the lowest, and those that rose and fell most against the median."""
-    with np.errstate(all="ignore"):
-        distance = np.log(positive / median[:, None])
-    last_row = next((row for row in distance[::-1] if np.isfinite(row).any()), None)
-    if last_row is None:
-        return []
-    candidates = [np.nanargmax(last_row), np.nanargmin(last_row)]
-    change = last_row - distance[len(distance) // 10]
-    if np.isfinite(change).any():
-        candidates += [np.nanargmax(change), np.nanargmin(change)]
-    return list(dict.fromkeys(int(i) for i in candidates))

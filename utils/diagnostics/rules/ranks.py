@@ -38,15 +38,12 @@ def device_errs(record: RunRecord) -> Found:
     if not made:
         return
     yield from ("device-errs", "update-not-repeatable")
-    wrong = [(step, each) for step, each in made if each["outcome"] in ("wrong", "ranks differ")]
+    wrong = [(step, each) for step, each in made if each["outcome"] == "wrong"]
     if wrong:
         step, each = wrong[0]
         ranks = " or ".join(f"rank {rank}" for rank in each["ranks"])
         what = f"update {step}, made again from the same weights and batches, has other bits, first in {STAGES[each['stage']]}"
-        if each["outcome"] == "ranks differ":
-            other = "a size that is more than 10 % off" if each.get("compared") == "sizes" else "other bits"
-            what = f"{ranks} gives {other}, beside its neighbor for the same batch, in {STAGES[each['stage']]} of update {step}"
-        elif record.resolved.get("num_processes") != 1:
+        if record.resolved.get("num_processes") != 1:
             what += f", on {ranks}"
         yield Finding("device-errs", "critical", f"{what}; {len(wrong)} of {len(made)} updates that were looked at", step)
     apart = [(step, each) for step, each in made if each["outcome"] == "not repeatable"]
