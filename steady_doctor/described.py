@@ -24,6 +24,7 @@ TARGETS = {
     "epsilon": "epsilon",
     "sample": "the image",
     "score": "the score",
+    "minus score": "the score with its sign changed",
     "v": "v",
     "turned v": "v",
     "edm": "EDM's target",

@@ -73,7 +73,7 @@ class Doctor:
 
     def _begin_anew(self) -> None:
         """Another training; what an earlier one of a denoiser showed stays."""
-        if self.seen.mixed():
+        if self.seen.mixed() and self.session.earlier is not None:
             self.seen.updates, self.seen.history, self.seen.copies = self.session.earlier
             self._earlier.append((self.seen, judge(self.seen)))
         self.seen, self.ranks = Seen(is_later=bool(self._earlier)), Ranks()

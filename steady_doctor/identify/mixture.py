@@ -130,7 +130,7 @@ def _told_otherwise(tape: Tape, root: Op, mixture: Mixture, given: list[Given]) 
     drawn = {
         source for each in _beside(mixture, given) for source in tape.sources(each.value.content) if source.kind == "drawn"
     }
-    if any(numel(source) == size and not mixture.input.made_of >> source.index & 1 for source in drawn):
+    if any(numel(source) == size and source not in mixture.levels for source in drawn):
         return True
     for op in tape.upstream(root):
         if op.kind == "op" and op.meets and not op.made_of and op.shape[:1] == (size,):
@@ -188,8 +188,9 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
     may_be = {source for source in sources if _may_be_noise(source, tape)}
     size = max((each.value.shape[0] for each in given if each.value.floating and each.value.shape), default=1)
     most = max(map(numel, may_be), default=0)
-    spread = {source: 1 if source.shape[:1] == (size,) else size for source in may_be}  # over how many samples
-    of_samples = {source for source in may_be if numel(source) * PART * spread[source] > most and numel(source) > LEAST}
+    each_has = {source: numel(source) // (source.shape[0] if len(source.shape) > 1 else 1) for source in may_be}
+    least = max(each_has.values(), default=0) / PART
+    of_samples = {source for source in may_be if each_has[source] >= least and numel(source) > LEAST}
     of_samples = {source for source in of_samples if numel(source) != size or most == size}  # else it is a level
     drawn = {source for source in of_samples if source.kind == "drawn"}  # normal numbers beside it are data
     bits = sum(1 << source.index for source in drawn or of_samples)

@@ -256,10 +256,11 @@ def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
 
 
 def _are_chosen(tape: Tape, root: Op, target: Target, counts: Tensor) -> bool:
-    """Whether a mask of the samples, with 0 and one other number, leaves out those that do not count."""
+    """Whether a mask of the samples, drawn or made of data, with 0 and one other number leaves out those that do not count."""
     for op in tape.upstream(root, [target.output]) if not bool(counts.all()) else ():
         for _, last in op.reads if op.name in ("mul", "mul_") else ():
-            if not last.trained and last.shape[:1] == counts.shape and torch.Size(last.shape).numel() == len(counts):
+            is_row = last.shape[:1] == counts.shape and torch.Size(last.shape).numel() == len(counts)
+            if is_row and last.made_of and not last.trained:
                 factors = tape.value(last).flatten().cpu()
                 if torch.equal(factors != 0, counts) and len(factors[counts].unique()) == 1:
                     return True

@@ -26,7 +26,8 @@ class Asks:
 
         self.a, self.b = gathered("mixture", "a"), gathered("mixture", "b")
         self.p, self.q, self.rest = (gathered("target", name) for name in ("p", "q", "rest"))
-        self.kind = kind
+        self.kind, self.scale = kind, scale
+        self.is_told = any(one.mixture.told for one in passes)
         self.single = Levels(self.a, self.b, kind).single
         self.has_table = any(one.mixture.index is not None for one in passes)
         self.skips = any(one.target.skips for one in passes)
@@ -55,17 +56,18 @@ class Asks:
                 self.fits.append(name)
 
     def is_multiple(self, scale: float) -> bool:
-        """Whether it is a known target times a number of each sample: what comes after the network may divide it."""
+        """Whether it is a known target times a number of each sample."""
         size = torch.hypot(self.p, self.q)
         for p, q in self._known(scale).values():
             across, along = self.p * q - self.q * p, self.p * p + self.q * q
             if bool((across.abs() <= CLOSE * size * torch.hypot(p, q)).all()) and bool((along > 0).all()):
-                return not self.skips
+                return True
         return False
 
     def _known(self, scale: float) -> dict[str, tuple[Tensor, Tensor]]:
         a, b, one, zero = self.a, self.b, torch.ones_like(self.a), torch.zeros_like(self.a)
-        known = {"epsilon": (zero, one), "sample": (one, zero), "score": (zero, -1 / b.clamp(min=1e-12))}
+        score = -1 / b.clamp(min=1e-12)
+        known = {"epsilon": (zero, one), "sample": (one, zero), "score": (zero, score), "minus score": (zero, -score)}
         if self.kind in ("vp", "edm"):
             known["v"] = (-b / scale, a * scale)
             if self.skips:
@@ -108,7 +110,8 @@ def known(seen: Seen) -> Iterator[Found]:
     update, found = asked
     if float(found.rest.max()) > REST:
         yield Found("target-other", update, {"rest": float(found.rest.max())})
-    elif not found.fits and found.kind and not found.single and not found.is_multiple(levels(seen).scale):
+    # A network that is not told the level gives a field over the images, which may grow and fall with the level as it likes.
+    elif not found.fits and found.kind and not found.single and (found.is_told or not found.is_multiple(found.scale)):
         pairs = [(round(float(p), 3), round(float(q), 3)) for p, q in list(zip(found.p, found.q))[:4]]
         yield Found("target-path", update, {"pairs": pairs, "path": found.kind})
         if float((found.p.abs() - 1).abs().max()) < CLOSE and float((found.p + found.q).abs().max()) < CLOSE:

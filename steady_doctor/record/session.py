@@ -28,6 +28,7 @@ from steady_doctor.record.stored_weights import StoredWeights
 from steady_doctor.record.tape import Tape
 from steady_doctor.record.wrapping import compile_, without_warning, wrap
 
+SETTLED = 16  # updates, within which Accelerate's settings are read
 LATER = 8  # steps of another optimizer, without one of that which is watched, from which on it is what trains now
 OBJECTS = 200_000  # Python's, that are new when the garbage collector begins in a recorded update
 
@@ -59,7 +60,8 @@ class Session:
         self.begun = 0  # how often it went on with another optimizer
         self.history = History()
         self.copies: Copies | None = None
-        self.earlier = self.updates, self.history, self.copies  # of the optimizer before this one
+        # Of a training that was over when this one began: its updates, and what is known of them.
+        self.earlier: tuple[int, History, Copies | None] | None = None
         self.failure: BaseException | None = None
         self.resting = False  # whether what happens now is no part of the training
         self.tape: Tape | None = None
@@ -267,7 +269,7 @@ class Session:
     def _begin(self, optimizer: Optimizer | ByHand) -> None:
         """With this optimizer in place of another one."""
         self._stop()
-        self.earlier = self.updates, self.history, self.copies
+        self.earlier = None
         self._main, self.updates, self._computing = optimizer, self._made[optimizer], None
         self.begun += 1
         self.history, self.copies = self.history.of_another(), self._others.pop(optimizer, None)
@@ -382,7 +384,9 @@ class Session:
                 self._recorded.stepped_other()
             if self._may_end and self._alone[1] == LATER:  # what was watched is over, and this is another training
                 self._before, self._is_known = self._main, False
+                earlier = self.updates, self.history, self.copies
                 self._begin(optimizer)
+                self.earlier = earlier
             return
         if self._recorded is not None:
             self._recorded.after_step()
@@ -408,7 +412,8 @@ class Session:
         with self._seeing.pop_all():
             self._stop()
             self.history.settle()
-            self.history.accumulation = _told_micro_steps()
+            if self.history.accumulation is None and recorded.update <= SETTLED:
+                self.history.accumulation = _told_micro_steps(self._main)
             if recorded.tape.failure is not None:
                 raise recorded.tape.failure
             copied = recorded.copied() if self._computing is None else None
@@ -468,11 +473,15 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(first, *others)
 
 
-def _told_micro_steps() -> int | None:
-    """What Accelerate was told, where the script has it."""
+def _told_micro_steps(optimizer: Optimizer | ByHand | None) -> int | None:
+    """What Accelerate was told, where it has this optimizer."""
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
-    told = getattr(state, "_shared_state", {}).get("plugin_kwargs", {})
-    return told.get("num_steps")
+    told = getattr(state, "_shared_state", {}).get("plugin_kwargs", {}).get("num_steps")
+    kind = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    if kind is None or told in (None, 1):
+        return None
+    has = any(type(thing) is kind and thing.optimizer is optimizer for thing in gc.get_objects())
+    return told if has else None
 
 
 def _same_parameters(one: Optimizer, other: Optimizer | ByHand) -> bool:
