@@ -27,15 +27,12 @@ def decoded(file: Any, declared: DeclaredImages) -> tuple[np.ndarray, float]:
     Raises what Pillow raises, and ValueError for values that are not finite.
     """
     if isinstance(file, np.ndarray):
-        bands, tolerance, unseen = _of_array(file.reshape(*file.shape[:2], -1), declared), LEVEL, None
+        bands, tolerance = _of_array(file.reshape(*file.shape[:2], -1), declared), LEVEL
     else:
         image = _opened(file)
-        unseen = _background(declared) if declared.channels in (2, 4) else None
         bands, tolerance = _of_image(image, declared), _tolerance(image, declared)
     white = declared.max_value
     planes = np.stack([np.asarray(part, np.float64) for band in bands for part in _covering(band, declared.sides).split()])
-    if unseen is not None:
-        planes[:-1, planes[-1] == 0] = np.reshape(unseen, (-1, 1))
     planes = np.rint(planes).clip(0, white) * (2 / white) - 1
     planes = np.broadcast_to(planes, (declared.channels, *planes.shape[1:]))
     if declared.center_crop:
@@ -101,8 +98,6 @@ def _of_array(values: np.ndarray, declared: DeclaredImages) -> list[Image.Image]
 def _of_image(image: Image.Image, declared: DeclaredImages) -> list[Image.Image]:
     """One image, or one for each channel, upright and before its background."""
     image = ImageOps.exif_transpose(image)
-    if declared.channels in (2, 4):  # as one image, whose colors are resized by their share of the alpha
-        return [_with_alpha(image).convert("RGBA" if declared.channels == 4 else "LA")]
     if image.mode[0] in "FI":  # of 32 or 16 bits
         white = 1 if image.mode == "F" else 65535
         values = np.asarray(image, np.float64)
@@ -122,13 +117,3 @@ def _of_image(image: Image.Image, declared: DeclaredImages) -> list[Image.Image]
     if declared.max_value == 255:
         return list(image.split())
     return [Image.fromarray(np.asarray(band, np.float32) * (declared.max_value / 255)) for band in image.split()]
-
-
-def _with_alpha(image: Image.Image) -> Image.Image:
-    if image.mode[0] not in "FI":
-        image = image.convert({"La": "LA", "RGBa": "RGBA"}.get(image.mode, image.mode))
-        return (image if image.has_transparency_data else image.convert("RGB")).convert("RGBA")
-    values = np.asarray(image, np.float64)
-    gray = np.rint(values.clip(0, None) * (255 if image.mode == "F" else 255 / 65535)).clip(0, 255)
-    seen = values != image.info.get("transparency", np.nan)
-    return Image.fromarray(np.stack([gray, gray, gray, 255 * seen], axis=-1).astype(np.uint8))
