@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steady_doctor.identify.mixture import Mixture
+from steady_doctor.identify.mixed import Mixture
 from steady_doctor.identify.rows import origins
 from steady_doctor.record.loads import RESHAPES, WRAPS, wraps
 from steady_doctor.record.ops import Op

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from steady_doctor.identify.mixture import Mixture
+from steady_doctor.identify.mixed import Mixture
 from steady_doctor.identify.rows import alike, is_value, origins, with_a_row_each, without
 from steady_doctor.record.ops import REPLACES, Op
 from steady_doctor.record.replay import NotRecorded

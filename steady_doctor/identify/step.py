@@ -9,7 +9,8 @@ from torch import Tensor
 from steady_doctor.identify.batch import Batch, identify_batch
 from steady_doctor.identify.conditions import Conditions, find_conditions
 from steady_doctor.identify.figures import Figures
-from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture, given_to_network
+from steady_doctor.identify.mixed import Mixture, Nothing, given_to_network
+from steady_doctor.identify.mixture import find_mixture
 from steady_doctor.identify.network import Network, identify_network
 from steady_doctor.identify.target import COMPARES, Target, beyond, by_image, by_network, by_others, find_target
 from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, products_of, told_mixture

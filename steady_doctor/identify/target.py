@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from steady_doctor.identify.fit import fit
-from steady_doctor.identify.mixture import LINEAR, Mixture, numel
+from steady_doctor.identify.mixed import LINEAR, Mixture, numel
 from steady_doctor.identify.rows import FORMS, differ
 from steady_doctor.record.ops import PARAMETERS, Op
 from steady_doctor.record.replay import NotRecorded

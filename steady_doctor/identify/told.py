@@ -9,8 +9,9 @@ from torch import Tensor
 
 from steady_doctor.identify.conditions import sums_of_rows
 from steady_doctor.identify.fit import fit
-from steady_doctor.identify.mixture import Given, Mixture, Nothing, find_told, given_to_network, numel
+from steady_doctor.identify.mixed import Given, Mixture, Nothing, given_to_network, numel
 from steady_doctor.identify.target import Target, gradient_of
+from steady_doctor.identify.told_level import find_told
 from steady_doctor.record.driven import Told
 from steady_doctor.record.ops import Op
 from steady_doctor.record.recorded import Recorded
