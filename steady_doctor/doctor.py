@@ -73,9 +73,13 @@ class Doctor:
 
     def _begin_anew(self) -> None:
         """Another training; what an earlier one of a denoiser showed stays."""
-        if self.seen.mixed() and self.session.earlier is not None:
+        if self.session.went_on:  # what seemed to be over is judged anew
+            self._earlier.clear()
+        elif self.seen.mixed() and self.session.earlier is not None:
             self.seen.updates, self.seen.history, self.seen.copies = self.session.earlier
             self._earlier.append((self.seen, judge(self.seen)))
+            self.seen.copies = None  # which knows the weights, and would keep them
+        self.session.earlier = None
         self.seen, self.ranks = Seen(is_later=bool(self._earlier)), Ranks()
 
     @property

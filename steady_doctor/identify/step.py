@@ -215,11 +215,11 @@ def _noised(tape: Tape, mixture: Mixture) -> float:
 
 
 def _of_encoder(tape: Tape, clean: Op) -> set[Op]:
-    """Draws whose spread a frozen network gives: it is that of its latents."""
+    """Draws whose spread another network gives: it is that of its latents."""
     found: set[Op] = set()
     for op in tape.upstream(clean):
         sides = [last for _, last in op.reads]
-        if any("frozen" in {one.kind for one in tape.upstream(last)} for last in sides):
+        if any(one.kind in ("frozen", "unowned") for last in sides for one in tape.upstream(last)):
             found.update(last for last in sides if last.kind == "drawn")
     return found
 

@@ -101,6 +101,8 @@ def _weights(recorded: Recorded, update: Update) -> None:
     parameters."""
     step = next((at for at, what in recorded.events if what == "step"), len(recorded.tape.ops))
     at_step = recorded.weights[-2] if len(recorded.weights) > 1 else recorded.at_start
+    if recorded.has_closure:  # whose passes move them, within the step
+        return
     start, now, trained = recorded.at_start.rows, at_step.rows, recorded.at_step.rows != 0
     update.weights_moved = far(now.where(trained, start), start)
     if recorded.copies is not None and len(recorded.copies.starts) == len(now):

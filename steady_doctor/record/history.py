@@ -184,11 +184,12 @@ class _Probe:
         parts = []
         for weight in self._weights:
             gradient = weight.grad
-            if gradient is None or gradient.shape != weight.shape or gradient.stride() != weight.stride():
-                gradient = torch.zeros_like(weight) if gradient is None else None
             if gradient is None:
+                parts += [torch.zeros(len(part), dtype=torch.bool, device=part.device) for part in _some(weight)]
+            elif gradient.layout is not torch.strided or gradient.stride() != weight.stride():
                 return None
-            parts += [part != 0 for part in _some(gradient)]
+            else:
+                parts += [part != 0 for part in _some(gradient)]
         return torch.cat(parts) if parts else None
 
 

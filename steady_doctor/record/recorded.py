@@ -31,8 +31,9 @@ class Whole:
     @classmethod
     def of(cls, gradients: list[Tensor | None]) -> "Whole":
         known = [g.detach() for g in gradients if g is not None and g.layout is torch.strided and g.numel()]
+        are_known = [g is None or g.layout is torch.strided for g in gradients]  # sparse ones are not looked at
         if not known:
-            return cls([True] * len(gradients))
+            return cls(are_known)
         host = len({g.device for g in known}) > 1
         lows, highs = zip(*(torch.aminmax(g) for g in known))
         norms = [torch.linalg.vector_norm(g, dtype=_wide(g.dtype)) for g in known]
@@ -42,7 +43,7 @@ class Whole:
         ends = float(low), float(high)
         at = [_equal(those, end) if end else 0 for those, end in zip(reach, ends)]
         some = iter(each.any(0).tolist())
-        zero = [g is None or g.layout is not torch.strided or not g.numel() or not next(some) for g in gradients]
+        zero = [known and (g is None or not g.numel() or not next(some)) for g, known in zip(gradients, are_known)]
         count = sum(g.numel() for g in known)
         return cls(zero, float(each[2].norm()), bool(torch.isfinite(each).all()), ends, (at[0], at[1]), count)
 
@@ -81,6 +82,7 @@ class Recorded:
         self.clips: list[bool] = []  # of each call that clips: whether it got a gradient
         self.unowned = 0  # parameters that got a gradient, and that no optimizer has
         self.state: dict[str, Samples] = {}  # of the optimizer before the step, by name
+        self.has_closure = False
         self.normalized = False  # what was changed outside of the step has rows of one size
         self.left_to_optimizer = False  # to leave out this step where gradients are not finite
         self.no_gradient = 0  # bits of the parameters that want a gradient, and got one of exactly 0 there, or none
@@ -173,6 +175,7 @@ class Recorded:
     def before_step(self, owned: set[int], has_closure: bool) -> None:
         """`owned`: ids of the parameters of all optimizers. A closure's passes are recorded within the step."""
         self.left_to_optimizer = hasattr(self.optimizer, "found_inf")
+        self.has_closure = has_closure
         self.events.append((len(self.tape.ops), "step"))
         self.weights.append(Samples(self.parameters))
         self._look_at_gradients()

@@ -30,7 +30,8 @@ class Samples:
 
     def __init__(self, tensors: Sequence[Tensor | None]):
         with torch.no_grad():
-            parts = [None if tensor is None else _some(tensor) for tensor in tensors]
+            is_known = [tensor is not None and tensor.layout is torch.strided for tensor in tensors]
+            parts = [_some(tensor) if known else None for tensor, known in zip(tensors, is_known)]  # type: ignore[arg-type]
         known = [part for part in parts if part is not None]
         self._sizes = [0 if part is None else len(part) for part in parts]
         self._there = [part is not None for part in parts]

@@ -60,7 +60,8 @@ class Session:
         self.begun = 0  # how often it went on with another optimizer
         self.history = History()
         self.copies: Copies | None = None
-        # Of a training that was over when this one began: its updates, and what is known of them.
+        self.went_on = False  # whether an optimizer goes on that another one had taken over from
+        # Of the training before this one: its updates, and what is known of them.
         self.earlier: tuple[int, History, Copies | None] | None = None
         self.failure: BaseException | None = None
         self.resting = False  # whether what happens now is no part of the training
@@ -78,12 +79,12 @@ class Session:
         self._others: weakref.WeakKeyDictionary[Optimizer | ByHand, Copies] = (
             weakref.WeakKeyDictionary()
         )  # before their first step
-        self._alone: tuple[Optimizer | ByHand | None, int] = None, 0  # the one that made the latest steps, and how many
+        self._alone: tuple[int, int] = 0, 0  # the id of the optimizer that made the latest steps, and how many
         self._computing: list[Tensor] | None = None  # what the network has instead of the optimizer's parameters
         self._leaves: list[Tensor] | None = None  # what the newest backward pass asked a gradient of, and as it was then
         self._weights: Weights | None = None
         self._made: weakref.WeakKeyDictionary[Optimizer | ByHand, int] = weakref.WeakKeyDictionary()  # updates of each
-        self._before: Optimizer | ByHand | None = None  # that another one took over from
+        self._before: weakref.WeakSet[Optimizer | ByHand] = weakref.WeakSet()  # that others took over from, the last one
         self._turned_from: weakref.WeakSet[Optimizer | ByHand] = weakref.WeakSet()
         self._process = os.getpid()
         self._recorded: Recorded | None = None
@@ -269,7 +270,8 @@ class Session:
     def _begin(self, optimizer: Optimizer | ByHand) -> None:
         """With this optimizer in place of another one."""
         self._stop()
-        self.earlier = None
+        was_trained = isinstance(self._main, Optimizer) and self.updates
+        self.earlier = (self.updates, self.history, self.copies) if was_trained else None
         self._main, self.updates, self._computing = optimizer, self._made[optimizer], None
         self.begun += 1
         self.history, self.copies = self.history.of_another(), self._others.pop(optimizer, None)
@@ -294,8 +296,7 @@ class Session:
         return self.stored.without_a_place(parameters_of(self._main) if self._main is not None else [])
 
     def _scale(self, original: Callable, scaler: Any, outputs: Any, *arguments: Any, **options: Any) -> Any:
-        if isinstance(outputs, Tensor) and not self.resting:
-            self._scaled = outputs.detach()
+        self._scaled = outputs.detach() if isinstance(outputs, Tensor) else None
         return original(scaler, outputs, *arguments, **options)
 
     def _scaled_step(self, original: Callable, scaler: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
@@ -304,8 +305,9 @@ class Session:
             return original(scaler, optimizer, *arguments, **options)
         before = self._made.get(optimizer, 0)
         result = original(scaler, optimizer, *arguments, **options)
-        if self._main is None or optimizer is self._main:
+        if optimizer is self._main or (self._main is None and optimizer in self._optimizers):
             self._safely(self.history.scaled, self._made.get(optimizer, 0) == before, self._scaled)
+        self._scaled = None
         return result
 
     def _make_optimizer(self, original: Callable, optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
@@ -329,11 +331,13 @@ class Session:
             return
         if optimizer not in self._made:
             self._meet(optimizer)
-        if optimizer is self._before and optimizer is not self._main:  # it goes on: the later one was for something beside it
-            self._is_known, self._may_end = True, False
-            self._begin(optimizer)
+        if optimizer in self._before:  # it goes on: the later one was for something beside it
+            self._is_known, self._may_end, self.went_on = True, False, True
+            if optimizer is not self._main:
+                self._begin(optimizer)
         has_closure = any(callable(x) for x in (*arguments[1:], *options.values()))
-        self.history.got_any |= has_closure or any(parameter.grad is not None for parameter in parameters_of(optimizer))
+        if not self.history.got_any:
+            self.history.got_any = has_closure or any(parameter.grad is not None for parameter in parameters_of(optimizer))
         if optimizer is not self._main:
             return
         self.history.before_step(optimizer, self.updates + 1)
@@ -362,8 +366,7 @@ class Session:
             if self._recorded is not None:
                 self._recorded.optimizer = optimizer
         elif self._takes_over(optimizer):
-            self._before, self._is_known = self._main, False
-            self._begin(optimizer)
+            self._take_over(optimizer)
         elif not self._is_known and _size(optimizer) > _size(self._main):
             self._begin(optimizer)
         elif self._may_end and self._looks_for_copies:
@@ -372,21 +375,24 @@ class Session:
     def _takes_over(self, optimizer: Optimizer) -> bool:
         """Whether it may train a denoiser after one that did not: an autoencoder's, which comes first."""
         is_of_network = all(isinstance(parameter, torch.nn.Parameter) for parameter in parameters_of(optimizer))
-        return self._main in self._turned_from and self._before is None and is_of_network
+        return self._main in self._turned_from and not self._before and is_of_network
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        self._before.clear()
+        self._before.add(self._main)  # type: ignore[arg-type]
+        self._is_known = False
+        self._begin(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._inside:
             return
         self._made[optimizer] = self._made.get(optimizer, 0) + 1
-        self._alone = optimizer, self._alone[1] + 1 if self._alone[0] is optimizer else 1
+        self._alone = id(optimizer), self._alone[1] + 1 if self._alone[0] == id(optimizer) else 1
         if optimizer is not self._main:
             if self._recorded is not None:
                 self._recorded.stepped_other()
             if self._may_end and self._alone[1] == LATER:  # what was watched is over, and this is another training
-                self._before, self._is_known = self._main, False
-                earlier = self.updates, self.history, self.copies
-                self._begin(optimizer)
-                self.earlier = earlier
+                self._take_over(optimizer)
             return
         if self._recorded is not None:
             self._recorded.after_step()

@@ -1,6 +1,8 @@
 """Loops with more than one network, training or term: which of them is judged; and what no step or gradient reaches."""
 
 import copy
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -291,3 +293,87 @@ def test_a_network_compared_with_its_own_derivative_ends_nothing():
         return mse_loss(output, (velocity - column(t) * slope).detach())
 
     assert train(network, loss_of)[0] == []
+
+
+def test_an_optimizer_that_goes_on_is_no_later_training():
+    """As where a discriminator is trained for some steps first, and then by turns."""
+    network, other = Network(), nn.Linear(C, 1)
+
+    def loop():
+        adam, images, usual = torch.optim.Adam(network.parameters(), 1e-3), pictures(), vp(network)
+        for _ in range(3):
+            for _ in range(12):
+                adam.zero_grad()
+                usual(images[torch.randint(0, len(images), (B,))]).backward()
+                adam.step()
+            if not hasattr(other, "adam"):
+                other.adam = torch.optim.Adam(other.parameters(), 1e-3)
+            for _ in range(10):
+                other.adam.zero_grad()
+                other(images[:B].mean((2, 3))).square().mean().backward()
+                other.adam.step()
+
+    found, said = watched(loop)
+    assert found == [] and said.startswith("36 updates of Network; ") and VP in said
+
+
+def test_a_larger_network_that_comes_later_leaves_what_was_found():
+    network, judge = Network(), nn.Sequential(nn.Conv2d(C, 128, 5), nn.ReLU(), nn.Conv2d(128, 1, 4))
+
+    def other_noise(x0):
+        t, noise = drawn(x0)
+        return mse_loss(network(noised(x0, t, noise), t), torch.randn_like(x0))
+
+    def loop():
+        steps(network, other_noise, 22)
+        steps(judge, lambda x0: judge(x0).square().mean(), 22)
+
+    found, said = watched(loop)
+    assert found == ["target-other"] and said.startswith("22 updates of Network; ")
+
+
+def test_networks_that_a_script_gives_up_are_freed():
+    kept = []
+
+    def loop():
+        for _ in range(3):
+            network = Network()
+            kept.append(weakref.ref(network))
+            steps(network, vp(network), 22)
+        del network
+        gc.collect()
+        assert [one() is None for one in kept][:2] == [True, True]
+
+    assert watched(loop)[0] == []
+
+
+def test_sparse_gradients_end_nothing():
+    network, table = Network(), nn.Embedding(200, 16, sparse=True)
+
+    def loop():
+        adam, sgd, images = torch.optim.Adam(network.parameters(), 1e-3), torch.optim.SGD(table.parameters(), 0.1), pictures()
+        for _ in range(14):
+            x0 = images[torch.randint(0, len(images), (B,))]
+            t, noise = drawn(x0)
+            hidden = torch.relu(network.first(noised(x0, t, noise)) + network.embedding(t))
+            loss = mse_loss(network.last(hidden + table(torch.randint(0, 200, (B,)))[:, :, None, None]), noise)
+            for optimizer in (adam, sgd):
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in (adam, sgd):
+                optimizer.step()
+
+    assert watched(loop)[0] == []
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_latents_of_a_wide_posterior_are_not_noised_twice(is_frozen):
+    network, encoder = Network(), nn.Conv2d(C, 2 * C, 1).requires_grad_(not is_frozen)
+
+    def loss_of(x0):
+        with torch.no_grad():
+            mean, spread = encoder(x0).chunk(2, dim=1)
+            latents = mean + torch.randn_like(mean) * (0.5 * spread).exp()
+        return vp(network)(latents)
+
+    assert "input-noised-twice" not in train(network, loss_of)[0]
