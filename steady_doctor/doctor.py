@@ -96,8 +96,8 @@ class Doctor:
 
     def _judged(self, ended: bool) -> list[Found]:
         self.seen.updates, self.seen.ended = self.session.updates, ended
-        if ended and self.seen.steps:  # what samples, too
-            self.seen.predictions, self.seen.alphas_cumprod = declared()
+        if ended and self.seen.steps and not self.seen.predictions:  # of a scheduler that has sampled since
+            self.seen.predictions = declared()[0]
         self.seen.begins, self.seen.dataset_rows = self.session.loads.begins, self.session.loads.rows
         self.seen.data_changed = self.session.loads.changed()
         self.seen.not_loaded = self.session.not_loaded()
