@@ -32,8 +32,8 @@ FAULTS = {
     "flip": ("gradient:20", 0, r"update 6, made again [\w ]+, has other bits, first in [\w ,]+, on rank R;"),
     "slow-compute": ("0.3", 0, r"rank R takes [\d.]+ times as long as the median of the other ranks, in compute"),
     "slow-data": ("0.3", 0, r"rank R takes [\d.]+ times as long as the median of the other ranks, in data"),
-    "hang": ("", 1, r"hang: rank R has been computing for \d+ s, in update 6\."),
-    "hang-data": ("", 1, r"hang: rank R has been waiting for data for \d+ s, in update \d+\."),
+    "hang": ("", 1, r"hang: rank R has been computing for \d+ s, in update 6; rank"),
+    "hang-data": ("", 1, r"hang: rank R has been waiting for data for \d+ s, in update \d+; rank"),
 }
 
 

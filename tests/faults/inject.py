@@ -33,6 +33,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import json
 import os
 import resource
 import signal
@@ -58,6 +59,7 @@ from benchmarks.shared.replace import check_fired, fired, replace_everywhere
 from utils.core.entrypoint import run_script
 from utils.optim.ema import EMA
 from utils.training.evaluation import SampleEvaluation
+from utils.training.hang_watch import PERIOD, News
 from utils.training.monitor import Monitor
 from utils.training.samples import SampleGrids
 from utils.training.validation import Validation
@@ -197,6 +199,10 @@ def hang_repeated(step: int, value: str) -> None:
 
 def stop(step: int, value: str) -> None:
     def stopped(loss):
+        told = torch.distributed.distributed_c10d._get_default_store()
+        while (news := News(*json.loads(told.get(f"hang/{os.environ['RANK']}")))).kind != "compute" or news.step != step:
+            time.sleep(PERIOD / 10)
+        time.sleep(3 * PERIOD)  # in which the others read it
         os.kill(os.getpid(), signal.SIGSTOP)
 
     at_update(step, stopped)

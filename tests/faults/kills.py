@@ -176,7 +176,7 @@ def suspended(killer: Killer, folder: Path, hang_timeout: int, seconds: float) -
     if seconds < hang_timeout:
         problems = [] if set(statuses) == {0} and "hang:" not in said else [f"{statuses}: {said[-2000:]}"]
         return problems + differences(folder, killer.whole)
-    named = "has been waiting in a collective" in said or "Timed out waiting 20000ms" in said  # not in an update
+    named = f"rank {killer.processes - 1} does not answer" in said or "Timed out waiting 20000ms" in said  # not in an update
     problems = [] if named and not {0, 2, 3, 75} & set(statuses) else [f"{statuses}: {said[-2000:]}"]
     return problems + invalid_checkpoints(folder, killer.whole) + resumed(killer, folder)
 

@@ -29,7 +29,6 @@ REQUIRED = (  # to import, of requirements.txt; trackers are asked for by --logg
 LAUNCHER_NEXT = "(the text below is from the launcher: you can ignore it)"
 LAUNCHER_BESIDE = "(you can ignore the traceback of the launcher)"  # which ends at the same signal
 WAIT_FOR_FIRST = 5.0  # seconds, in which a launcher ends the other ranks
-HANG = "hang"  # how what the hang watch says begins
 PATIENCE = 5.0  # seconds, in which whoever counts what the ranks say answers, unless it hangs
 _at_end: list[Callable[[int], None]] = []
 said_of_launcher: set[str] = set()  # once is enough, and the run's own line then is the last one
@@ -69,16 +68,16 @@ def run_script(
         time.sleep(WAIT_FOR_FIRST)  # a rank that ended before the one that says why would have it killed unheard
     except LostProcess as error:
         status = crash_status
-        if not _explained() and first_to_say(str(error)):
+        if not _was_said(OUT_OF_MEMORY) and _first_to_say(str(error)):  # else that is why it was lost
             _say_last(f"error: {error}")
     except Exception as error:
         status = crash_status
         if out_of_memory(error):
-            if first_to_say(OUT_OF_MEMORY):
+            if _first_to_say(OUT_OF_MEMORY):
                 what = (str(error) or type(error).__name__).splitlines()[0]
                 rank = os.environ.get("RANK", "0")
                 _say_last(f"error: {OUT_OF_MEMORY} on rank {rank}: {what}\n{memory_advice()}\ncheckpoints are whole")
-        elif not _explained():
+        elif not _was_said(OUT_OF_MEMORY):  # else that is why this rank lost its peer
             traceback.print_exc()
     _leave(status)
 
@@ -170,7 +169,7 @@ def leave_progress_to_us(options: Any) -> None:
 
 def _tell(error: UserError) -> int:
     """Says it, once among all ranks. Returns the exit status."""
-    if first_to_say(str(error)):
+    if _first_to_say(str(error)):
         _say_last(f"error: {error}" + f"\n{LAUNCHER_NEXT}" * launcher_reports())
     return 2
 
@@ -186,12 +185,7 @@ def _leave(status: int | None) -> None:
     sys.exit(status)
 
 
-def _explained() -> bool:
-    """Whether another rank has said why this one lost its peers."""
-    return any(_times_said(reason, adding=0) for reason in (OUT_OF_MEMORY, HANG))
-
-
-def first_to_say(message: str) -> bool:
+def _first_to_say(message: str) -> bool:
     """Whether no other rank has said this. Whoever meets an error first says it: the launcher ends the others soon after."""
     said = _times_said(message, adding=1)
     if said is not None:
@@ -203,6 +197,10 @@ def first_to_say(message: str) -> bool:
         time.sleep(WAIT_FOR_FIRST)
         return True  # nobody has ended this process meanwhile, so nobody else has said it
     return False
+
+
+def _was_said(message: str) -> bool:
+    return bool(_times_said(message, adding=0))
 
 
 def _times_said(message: str, adding: int) -> int | None:

@@ -1,28 +1,33 @@
-"""Hangs: a thread of each rank sees when its main thread no longer moves on, says where it is, and ends the process."""
+"""Hangs: a thread of each rank sees when the ranks no longer meet, writes where each of them is, and ends them all."""
 
 import contextlib
 import faulthandler
+import json
 import math
+import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from utils.core.entrypoint import HANG, first_to_say, leave_now
+import torch.distributed as dist
+
+from utils.core.deadline import within
+from utils.core.entrypoint import leave_now
 from utils.core.waiting import Meeting
 
 LEAST, FACTOR = 30.0, 10.0  # seconds; times the longest update so far
 LEAST_STREAMING = 300.0  # seconds, in which the reader of a shard has given up
-PERIOD = 1.0  # seconds between two looks
-GRACE = 4.0  # seconds in which the others, which began to wait a little later, write their stacks
+PERIOD = 1.0  # seconds, in which each rank tells the others where it is
+SILENT = 4  # periods without news
 PLACES = {
     "compute": "computing",
     "data": "waiting for data",
     "collectives": "waiting in a collective",
     "between": "at work between two updates",
 }
-_UNUSUAL = 2  # updates that may take any time: they compile, try kernels and start workers
 
 
 class Place(NamedTuple):
@@ -34,12 +39,20 @@ class Place(NamedTuple):
     meetings: int = 0  # between two updates so far, where it is in one
 
 
-class HangWatch:
-    """Of runs with several ranks; else its methods do nothing. `now` is told by the main thread where it is.
+class News(NamedTuple):
+    """What a rank tells the others, as JSON."""
 
-    The ranks ask each other nothing. One that hangs while it computes or waits for data says so itself and ends, and with it
-    the others, which wait for it in a collective. Before a collective gives up, those that wait say so.
-    """
+    tick: int  # grows with each one
+    kind: str  # of PLACES
+    step: int
+    seconds: float  # since the main thread moved on
+
+
+_UNUSUAL = 2  # updates that may take any time: they compile, try kernels and start workers
+
+
+class HangWatch:
+    """Of runs with several ranks; else its methods do nothing. `now` is told by the main thread where it is."""
 
     def __init__(
         self,
@@ -53,12 +66,18 @@ class HangWatch:
         """`hang_timeout`: in seconds; None: learned from the updates, and not below `least`, but so far below
         `collective_timeout` that the stacks are written before the collectives give up; 0: nothing is watched."""
         self._folder, self._timeout, self._least = output_dir / "hang", hang_timeout, least
-        self._rank, self._most = rank, collective_timeout
-        self._last = max(collective_timeout - 2 * (GRACE + PERIOD), 0.8 * collective_timeout)
+        self._rank, self._ranks, self._most = rank, range(num_processes), collective_timeout
+        self._last = max(collective_timeout - 2 * (SILENT + 1) * PERIOD, 0.8 * collective_timeout)  # in time to be heard
         self._place, self._step, self._began, self._longest, self._updates = Place("between", 0, 0), 0, 0.0, 0.0, 0
+        self._waited = self._place, 0.0  # where the main thread was at the newest tick, and the seconds since it moved there
+        self._silent = 0  # ticks since the store answered
+        self._first: News | None = None  # the newest of rank 0, which may work alone between two updates
         self._closed = threading.Event()
-        if num_processes > 1 and hang_timeout != 0:
-            threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
+        self._on = num_processes > 1 and hang_timeout != 0
+        if self._on:
+            self._store = _connected_anew(dist.distributed_c10d._get_default_store())
+            for task in (self._count, self._exchange):
+                threading.Thread(target=task, name="hang watch", daemon=True).start()
 
     def begin(self, step: int) -> None:
         """Before the update that follows `step` finished ones."""
@@ -76,19 +95,21 @@ class HangWatch:
     def close(self) -> None:
         self._closed.set()
 
+    # ---- in a thread that waits for nobody
+
     def _where(self) -> Place:
         if Meeting.active and self._place.kind == "between":
             return self._place._replace(kind="collectives", meetings=Meeting.number)
         return self._place
 
-    def _limits(self, place: Place) -> tuple[float, float]:
-        """Seconds after which the stacks are written, and after which the process ends."""
+    def _limit_here(self) -> float:
+        """Seconds that the main thread may be where it is. Before a collective call gives up, it is said who is missing."""
+        place, _ = self._waited
         if place.kind == "between":
-            return math.inf, math.inf
-        if place.meetings:
-            return self._last, self._last
-        limit = self._limit()
-        return (min(limit, self._last), self._last) if place.kind == "collectives" else (limit, limit + GRACE)
+            return math.inf
+        if place.kind == "collectives":
+            return self._last if place.meetings else min(self._limit(), self._last)
+        return self._limit()
 
     def _limit(self) -> float:
         """Seconds, in an update; inf while updates may take any time."""
@@ -96,35 +117,135 @@ class HangWatch:
             return math.inf
         if self._timeout is not None:
             return self._timeout
-        in_time = self._most - self._longest - 2 * (GRACE + PERIOD)  # a collective may have begun an update ago
+        in_time = self._most - self._longest - 2 * (SILENT + 1) * PERIOD  # a collective may have begun an update ago
         return min(max(self._least, FACTOR * self._longest), max(in_time, self._most / 2, 2 * self._longest))
 
-    def _watch(self) -> None:
-        place, seconds, written, before = self._place, 0.0, False, time.monotonic()
+    def _count(self) -> None:
+        before = time.monotonic()
         while not self._closed.wait(PERIOD):
-            here, now = self._where(), time.monotonic()
+            (place, seconds), here, now = self._waited, self._where(), time.monotonic()
             # A process that was suspended, and so are all of a job, has not waited meanwhile.
-            seconds = seconds + min(now - before, 2 * PERIOD) if place == here else 0.0
-            written, place, before = written and place == here, here, now
-            write, leave = self._limits(here)
-            if seconds > write and not written:
-                written = True
-                self._write_stacks()
-            if seconds > leave:
-                self._leave(here, seconds)
+            self._waited = here, seconds + min(now - before, 2 * PERIOD) if place == here else 0.0
+            before, self._silent = now, self._silent + 1
+            works = self._first is not None and self._first.kind == "between"
+            limit = max(self._limit_here(), self._most) if works else self._limit_here()
+            if self._silent > max(SILENT, limit / PERIOD) and self._waited[1] > limit:
+                self._end_alone()
 
-    def _leave(self, place: Place, seconds: float) -> None:
-        """Whatever fails."""
+    def _end_alone(self) -> None:
+        """The ranks cannot talk: their store lies in a process that hangs, or that no network leads to."""
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        silent = "the launcher of the first host, through which the ranks talk," if agents else "rank 0"
+        own = where(self._rank, self._own_news(0))
+        said = f"hang: {silent} does not answer; {own}. Nothing is known of the other ranks. {stacks_in(self._folder)}"
+        self._leave(said, tells=False)
+
+    # ---- in a thread that asks the store, which may take for ever
+
+    def _exchange(self) -> None:
+        tick, asked, lost = 0, 0, False
+        earlier: dict[int, News] = {}  # what the ranks told when this one first had waited for too long
+        while not self._closed.wait(PERIOD):
+            tick += 1
+            try:
+                self._store = _connected_anew(self._store) if lost else self._store
+                lost = False
+                self._store.set(f"hang/{self._rank}", json.dumps(self._own_news(tick)))
+                if self._store.check(["hang/verdict"]):
+                    self._leave()
+                self._first = self._news([0]).get(0)
+                if self._waited[1] <= self._limit_here():
+                    earlier = {}
+                elif not earlier:
+                    earlier, asked = self._news(self._ranks), tick
+                elif tick >= asked + SILENT:
+                    self._judge(earlier, self._news(self._ranks))
+                    earlier = {}
+                self._silent = 0
+            except RuntimeError:  # the connection is lost, or the store is gone: then so is the run, and its holder says why
+                lost = True
+
+    def _own_news(self, tick: int) -> News:
+        place, seconds = self._waited
+        return News(tick, place.kind, place.step, seconds)
+
+    def _news(self, ranks: Iterable[int]) -> dict[int, News]:
+        keys = {rank: f"hang/{rank}" for rank in ranks}
+        return {rank: News(*json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])}
+
+    def _judge(self, earlier: dict[int, News], newest: dict[int, News]) -> None:
+        alive = {rank: news for rank, news in newest.items() if rank not in earlier or news.tick > earlier[rank].tick}
+        place, seconds = self._waited
+        speakers = list(alive)
+        if place.kind == "collectives" and seconds > self._last:  # it is about to give up
+            speakers = [r for r, news in alive.items() if news.kind == "collectives" and news.seconds > self._last]
+        else:
+            works = any(news.kind == "between" for news in newest.values())  # maybe alone, and out of touch for a while
+            if works or any(news.seconds <= self._limit() / 2 for news in alive.values()):
+                return
+        if self._rank != min(speakers, default=self._rank):  # the first of those that are there speaks
+            return
+        said = verdict({rank: alive.get(rank) for rank in self._ranks}, self._folder)
+        self._store.set("hang/verdict", said)
+        self._leave(said, until=alive)
+
+    def _leave(self, said: str | None = None, tells: bool = True, until: Iterable[int] = ()) -> None:
+        """Whatever fails. `tells`: tells the other ranks, and waits a while until those of `until` have told it."""
         try:
-            if first_to_say(HANG) or place.kind != "collectives":
-                when = "after" if self._place.kind == "between" else "in"
-                said = f"rank {self._rank} has been {PLACES[place.kind]} for {seconds:.0f} s, {when} update {place.step}"
-                print(f"\nerror: {HANG}: {said}. The Python stacks are in {self._folder}", file=sys.stderr, flush=True)
+            if said is not None:
+                print(f"\nerror: {said}", file=sys.stderr, flush=True)
         finally:
-            leave_now(1)
+            try:
+                self._write_stacks()
+                if tells:
+                    within(6 * PERIOD, lambda: self._tell(until))
+            finally:
+                leave_now(1)
+
+    def _tell(self, until: Iterable[int]) -> None:
+        """The store may end with this process: not before the others have read the verdict."""
+        self._store.set(f"hang/left/{self._rank}", "1")
+        deadline = time.monotonic() + 5 * PERIOD
+        while time.monotonic() < deadline and not all(self._store.check([f"hang/left/{rank}"]) for rank in until):
+            self._silent = 0
+            time.sleep(PERIOD / 10)
 
     def _write_stacks(self) -> None:
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             with open(self._folder / f"rank-{self._rank}.txt", "w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _connected_anew(store: Any) -> Any:
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def verdict(places: dict[int, News | None], folder: Path) -> str:
+    """Says which ranks are missing, and where the others wait; None: a rank that does not answer."""
+    missing = {rank: news for rank, news in places.items() if news is None or news.kind != "collectives"}
+    there = [rank for rank in places if rank not in missing]
+    waiting = f"{_ranks(there)} {'waits' if len(there) == 1 else 'wait'} in a collective"
+    if not missing:
+        first = next(news for news in places.values() if news is not None)
+        return (
+            f"all ranks have waited in collectives since update {first.step}, for {first.seconds:.0f} s: the network between "
+            f"them may be down. {stacks_in(folder)}"
+        )
+    each = "; ".join(where(rank, news) for rank, news in missing.items())
+    return f"hang: {each}; {waiting if there else 'no rank waits'}. {stacks_in(folder)}"
+
+
+def where(rank: int, news: News | None) -> str:
+    if news is None:
+        return f"rank {rank} does not answer"
+    when = "after" if news.kind == "between" else "in"
+    return f"rank {rank} has been {PLACES[news.kind]} for {news.seconds:.0f} s, {when} update {news.step}"
+
+
+def stacks_in(folder: Path) -> str:
+    return f"The Python stacks of the ranks are in {folder}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
