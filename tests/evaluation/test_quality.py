@@ -45,7 +45,7 @@ class World:
         process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
         judge = ClassJudge(trained_classifier(self.real, None), self.real.labels, list("0123456789"))
         reference = features_of(self.real_images)
-        originals = Originals(self.real, rows=reference.rows)
+        originals = Originals(self.real)
         self.evaluations = {
             judged: Evaluation(
                 process, RandomConvolutions(1), reference, seed=seed, originals=originals, judge=judge if judged else None
