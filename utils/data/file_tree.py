@@ -4,8 +4,9 @@ Links to folders are followed, unless they lead back. An archive in a folder cou
 with `.`, and folders that begin with `__`, are hidden.
 
 Beside the images of a folder stand metadata.csv, .jsonl or .parquet with a column `file_name`, or the dataset.json of NVlabs'
-tools, which has classes. They mean files by their names. A name that no file has is taken for the one file that `_meant` finds;
-else the file counts as one that cannot be decoded.
+tools, which has classes. They mean files by their names. A name that no file has is taken for the one file whose path is alike,
+whatever the case, the suffix and the form of its letters, or alike after the same folders for all; else the file counts as one
+that cannot be decoded.
 """
 
 import codecs
@@ -17,7 +18,6 @@ import posixpath
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -274,7 +274,9 @@ class FolderTable:
         for file, part in zip(self.files, tables):
             if unknown := [name for name in dict.fromkeys(part) if name not in exact]:
                 near = [image for image in images if image.startswith(posixpath.join(posixpath.dirname(file), ""))] or images
-                resolved |= _meant(unknown, near)
+                above = f"{posixpath.commonpath(map(posixpath.dirname, (*unknown, *near)))}/".lstrip("/")  # before all of them
+                meant = _meant([name.removeprefix(above) for name in unknown], [image.removeprefix(above) for image in near])
+                resolved |= {above + name: above + image for name, image in meant.items()}
         if resolved:
             name, image = next(iter(resolved.items()))
             shown = f"{name} means {image}" + ", ..." * (len(resolved) > 1)
@@ -306,28 +308,49 @@ def _usual(column: str) -> str:
     return "file_name" if re.sub(r"[\W_]", "", name).lower() == "filename" else name
 
 
-def _plain(name: str) -> str:
-    """A path without its suffix, in one form of its letters."""
-    return unicodedata.normalize("NFC", unquote(posixpath.splitext(name)[0])).strip().casefold()
+def _parts(name: str) -> tuple[str, ...]:
+    """The folders of a name and its stem, in one form of their letters; an archive as the folder that it counts as."""
+    plain = unicodedata.normalize("NFC", unquote(posixpath.splitext(name)[0])).casefold()
+    return tuple(part.strip().removesuffix(".zip").removesuffix(".tar") for part in plain.split("/"))
 
 
 def _meant(names: list[str], images: list[str]) -> dict[str, str]:
-    """Name -> the one image whose path is the same but for case, suffix and the form of its letters; of the others, where each
-    of them has such an image, the one in any folder. A file that two names could mean is meant by none."""
-    found = _only_ones(names, images, _plain)
-    others = [name for name in names if name not in found]
-    moved = _only_ones(others, images, lambda name: posixpath.basename(_plain(name)))
-    found |= moved if len(moved) == len(others) else {}
+    """Name -> the one image whose path is the same but for case, suffix and the form of its letters, or the same after the
+    folders that stand before all of them, or before none, or, where each name has such an image, after any. A file that two
+    names could mean is meant by none."""
+    whole: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    ends: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for image in images:
+        parts = _parts(image)
+        whole[parts].append(image)
+        for start in range(1, len(parts)):
+            ends[parts[start:]].append(image)
+    alike: dict[str, str] = {}
+    moved: dict[str, str] = {}
+    folders = set()  # that stand before the file's path, or before the name
+    for name in names:
+        own = _parts(name)
+        others = [*ends.get(own, ()), *(image for start in range(1, len(own)) for image in whole.get(own[start:], ()))]
+        if (same := _alike(name, whole.get(own, []))) is not None:
+            alike[name] = same
+        elif others:
+            for path in map(_parts, others):
+                more = len(path) - len(own)
+                folders.add((more > 0, path[:more] if more > 0 else own[:-more]))
+            if (other := _alike(name, others)) is not None:
+                moved[name] = other
+    found = alike | (moved if len(folders) == 1 or len(alike) + len(moved) == len(names) else {})
     times = Counter(found.values())
     return {name: image for name, image in found.items() if times[image] == 1}
 
 
-def _only_ones(names: list[str], images: list[str], key: Callable[[str], str]) -> dict[str, str]:
-    """Name -> the image with the same key, where that is the only one."""
-    places: defaultdict[str, list[str]] = defaultdict(list)
-    for image in images:
-        places[key(image)].append(image)
-    return {name: found[0] for name in names if len(found := places.get(key(name), [])) == 1}
+def _alike(name: str, images: list[str]) -> str | None:
+    """The only one; of several the only one with the same suffix, or else in the same case, too."""
+    for form in (str.casefold, str):
+        if len(images) > 1:
+            end = form(posixpath.basename(unicodedata.normalize("NFC", name)))
+            images = [one for one in images if form(posixpath.basename(unicodedata.normalize("NFC", one))) == end] or images
+    return images[0] if len(images) == 1 else None
 
 
 def _bytes(path: str) -> bytes:
