@@ -65,6 +65,16 @@ def test_a_fault_that_was_mended_does_not_stop_the_resumed_run(tmp_path, fault):
     assert {"data-range" if not counted else "non-finite"} <= {finding.code for finding in resumed.findings}
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["[", "{}", "[1]", '[{"code": "x"}]', '[{"code": "x", "severity": "bad"}]', '[{"code": "x", "severity": "info"}]'],
+)
+def test_what_was_told_before_may_stand_in_a_damaged_file_or_an_older_one(content, tmp_path):
+    tell(doctor(tmp_path), 1)
+    (tmp_path / "diagnosis.json").write_text(content)
+    assert not tell(doctor(tmp_path, first_step=EVERY), 2)
+
+
 def test_the_beginning_of_a_long_run_is_examined_at_every_report(tmp_path):
     said: list[str] = []
     watching = doctor(tmp_path, reports=20_000, said=said)

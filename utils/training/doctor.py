@@ -53,9 +53,10 @@ class Doctor:
         self.findings: list[Finding] = []
         if enabled and self._earlier:
             self.findings = diagnose(self._record)
-            with contextlib.suppress(OSError, ValueError):  # what was told before the resume is not told again
-                found = json.loads((output_dir / DIAGNOSIS).read_text())
-                self._told = {each["code"]: each["severity"] for each in found if not each["source"]}
+            # What was told before the resume is not told again; a damaged file, or one of somebody else, says nothing.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                found = [each for each in json.loads((output_dir / DIAGNOSIS).read_text()) if not each.get("source")]
+                self._told = {each["code"]: each["severity"] for each in found if each["severity"] in SEVERITIES}
 
     def record(self, step: int, values: dict) -> None:
         """Records them, and examines the run where they say much of it."""
