@@ -184,6 +184,22 @@ def test_each_table_is_about_its_folder_and_one_of_each_counts(load, tmp_path):
     assert shown(images) == [1, 1, 0] and images.labels.tolist() == [1, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (["cat/0.png", "dog/0.png"], ["train/cat/0.png", "train/dog/0.png"]),
+        (["images/cat/0.png", "images/dog/0.png"], ["cat/0.png", "dog/0.png"]),
+        (["cat/0.png", "dog/0.png"], ["cat.zip/0.png", "dog.zip/0.png"]),
+        (["0.png", "0.bmp"], ["0.PNG", "0.BMP"]),
+    ],
+)
+def test_names_of_which_several_files_have_the_last_part(files, names, load, tmp_path):
+    folder = write(tmp_path / "set", *files)
+    (folder / "metadata.csv").write_bytes(table([(names[1], 1), (names[0], 0)]))
+    images = load(folder)
+    assert images.labels.tolist() == [1, 0] and len(images) == 2
+
+
 def test_names_of_several_folders_where_each_is_one_file(load, tmp_path):
     folder = write(tmp_path / "set", "part1/0.png", "part2/1.png", "part2/2.png")
     (folder / "metadata.csv").write_bytes(table([("2.png", 1), ("0.png", 0)]))
