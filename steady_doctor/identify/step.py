@@ -219,8 +219,9 @@ def _of_encoder(tape: Tape, clean: Op) -> set[Op]:
     found: set[Op] = set()
     for op in tape.upstream(clean):
         sides = [last for _, last in op.reads]
-        if any(one.kind in ("frozen", "unowned") for last in sides for one in tape.upstream(last)):
-            found.update(last for last in sides if last.kind == "drawn")
+        drawn = [last for last in sides if last.kind == "drawn"]
+        if drawn and any(one.kind in ("frozen", "unowned") for last in sides for one in tape.upstream(last)):
+            found.update(drawn)
     return found
 
 
