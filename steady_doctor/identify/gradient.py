@@ -61,7 +61,11 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     found = Gradient(len(recorded.before), norm=whole.norm, finite=whole.finite, unowned=recorded.unowned)
     found.left_to_optimizer = recorded.left_to_optimizer
     found.parameters = len(recorded.parameters)
-    wants = [parameter.requires_grad and parameter.numel() > 1 for parameter in recorded.computing]
+    degrading = _degrading(recorded)
+    wants = [
+        parameter.requires_grad and parameter.numel() > 1 and not degrading >> k & 1
+        for k, parameter in enumerate(recorded.computing)
+    ]
     found.wanted = sum(wants)
     found.missed = bool(recorded.clips) and not any(recorded.clips)
     found.cut = _cut(recorded)
@@ -94,6 +98,20 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     found.copies = sum(bool(recorded.at_step.some[k]) for k in found.unread)
     found.by_hand = whole.norm > 0 and not bool(gave_some.any())
     return found
+
+
+def _degrading(recorded: Recorded) -> int:
+    """Bits of the parameters that only change images, to others of as many channels, before anything is differentiated: those
+    of a blur that the network is to undo."""
+    degrading = otherwise = 0
+    for op in recorded.tape.ops:
+        if op.meets and op.kind == "op":
+            own = [last for _, last in op.reads if last.kind == "trained"]
+            images = [last for _, last in op.reads if last.content and not last.uses & ~degrading]
+            changes = not op.with_grad and len(op.shape) > 2 and any(last.shape[:2] == op.shape[:2] for last in images)
+            for last in own:
+                degrading, otherwise = (degrading | last.uses, otherwise) if changes else (degrading, otherwise | last.uses)
+    return degrading & ~otherwise
 
 
 def _in_the_place_of_others(recorded: Recorded) -> int:

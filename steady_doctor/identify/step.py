@@ -9,7 +9,7 @@ from torch import Tensor
 from steady_doctor.identify.batch import Batch, identify_batch
 from steady_doctor.identify.conditions import Conditions, find_conditions
 from steady_doctor.identify.figures import Figures
-from steady_doctor.identify.mixed import Mixture, Nothing, given_to_network
+from steady_doctor.identify.mixed import Mixture, Nothing, given_to_network, numel
 from steady_doctor.identify.mixture import find_mixture
 from steady_doctor.identify.network import Network, identify_network
 from steady_doctor.identify.target import COMPARES, Target, beyond, by_image, by_network, by_others, find_target
@@ -53,6 +53,7 @@ class Mixed:
     behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
     noised: float = 0.0  # the share of the clean image that is a draw of its own
     changed_by: tuple[str, ...] = ()  # operations other than a change of shape or scale, between the mixture and the network
+    is_difference: bool = False  # the clean image is made of several of its size, so that its own strength is not known
 
 
 @dataclass
@@ -191,6 +192,7 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
         mixture.behind_frozen,
         _noised(tape, mixture),
         _changed_by(tape, mixture),
+        sum(numel(source) >= mixture.value.numel() for source in tape.sources(mixture.image)) > 1,
     )
 
 
@@ -199,11 +201,7 @@ def _noised(tape: Tape, mixture: Mixture) -> float:
     if mixture.clean is None or mixture.clean_value is None:
         return 0.0
     sources = list(tape.sources(mixture.clean.content))
-    of_size = [
-        source
-        for source in sources
-        if source.name in NORMAL and torch.Size(source.shape).numel() == mixture.clean_value.numel()
-    ]
+    of_size = [source for source in sources if source.name in NORMAL and numel(source) == mixture.clean_value.numel()]
     if not of_size or all(source.kind == "drawn" for source in sources):  # images that are made of draws alone
         return 0.0
     of_encoder = _of_encoder(tape, mixture.clean)
@@ -261,7 +259,7 @@ def _are_chosen(tape: Tape, root: Op, target: Target, counts: Tensor) -> bool:
     """Whether a mask of the samples, drawn or made of data, with 0 and one other number leaves out those that do not count."""
     for op in tape.upstream(root, [target.output]) if not bool(counts.all()) else ():
         for _, last in op.reads if op.name in ("mul", "mul_") else ():
-            is_row = last.shape[:1] == counts.shape and torch.Size(last.shape).numel() == len(counts)
+            is_row = last.shape[:1] == counts.shape and numel(last) == len(counts)
             if is_row and last.made_of and not last.trained:
                 factors = tape.value(last).flatten().cpu()
                 if torch.equal(factors != 0, counts) and len(factors[counts].unique()) == 1:
@@ -293,12 +291,12 @@ def _spread_along(value: Op, shape: tuple[int, ...], size: int) -> set[int]:
 def _noise_in_loss(tape: Tape, root: Op) -> bool:
     """What is drawn for the target alone; what the network gets has nothing of it."""
     given = given_to_network(tape, [op for op in tape.upstream(root) if op.kind == "op"])
-    sizes = {torch.Size(each.value.shape).numel() for each in given if each.value.floating}
+    sizes = {numel(each.value) for each in given if each.value.floating}
     inside = 0
     for each in given:
         inside |= each.value.content
     drawn = (source for source in tape.sources(root.content & ~inside) if source.kind == "drawn" and source.name in NORMAL)
-    return any(torch.Size(source.shape).numel() in sizes for source in drawn)
+    return any(numel(source) in sizes for source in drawn)
 
 
 def _misplaced(tape: Tape, root: Op) -> tuple[str, ...]:
@@ -310,8 +308,8 @@ def _misplaced(tape: Tape, root: Op) -> tuple[str, ...]:
         size = op.shape[0]
         for (_, one), (_, other) in itertools.permutations(op.reads, 2):
             is_along = len(one.shape) == len(op.shape) and one.shape[0] == size
-            of_each = [source for source in tape.sources(one.content | one.choice) if torch.Size(source.shape).numel() == size]
-            many = torch.Size(one.shape).numel() > 1 and one.floating
+            of_each = [source for source in tape.sources(one.content | one.choice) if numel(source) == size]
+            many = numel(one) > 1 and one.floating
             if many and not is_along and any(source.kind == "drawn" for source in of_each):
                 only_drawn = all(source.kind == "drawn" for source in tape.sources(other.content))
                 found.append("noise" if only_drawn else "image")

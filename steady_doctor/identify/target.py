@@ -212,7 +212,11 @@ def _compared(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
             )
         if here.shape != value.shape:
             return None
-        return value + (wanted - here) * step / (there - here)
+        found = value + (wanted - here) * step / (there - here)
+        counts = torch.isfinite(found)
+        again = tape.value(ours, {output: torch.where(counts, found, value)}, exact=True).double().reshape(wanted.shape)
+        if float((again - wanted)[counts].norm()) <= BESIDE * float((wanted - here)[counts].norm()):
+            return found  # else it is no line, number by number: a spectrum, say
     return None
 
 
@@ -304,7 +308,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _shares(tape: Tape, mixture: Mixture, value: Tensor, target: Target) -> None:
     """Least squares of the target's `value` by the clean image and the noise, for each sample, where there is noise. Of noise
     that several draws were added up to, some of them may be asked for."""
-    known = (torch.isfinite(value) & (mixture.where > 0)).flatten(1).double()
+    known = (torch.isfinite(value) & (mixture.where > 0)).flatten(1).double() * (mixture.b != 0)[:, None]
     y = torch.nan_to_num(value).double().flatten(1) * known
     target.seen, target.noised = known.mean(1) > 0.02, bool(known.any())
     parts = [op for op in tape.upstream(mixture.noise) if op.floating and op.content and numel(op) == value.numel()]

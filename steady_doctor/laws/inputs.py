@@ -8,7 +8,7 @@ import torch
 from steady_doctor.found import Found
 from steady_doctor.identify.rows import alike
 from steady_doctor.identify.step import Pass
-from steady_doctor.laws.paths import factors, levels
+from steady_doctor.laws.paths import LEAST, factors, levels
 from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
 
@@ -27,7 +27,8 @@ def path(seen: Seen) -> Iterator[Found]:
     """The shares of a denoiser: what is asked is known, so it is no discriminator, which gets pairs of images."""
     found = levels(seen) if asks(seen) is not None else None
     is_wide = found is not None and max(float(x.max() - x.min()) for x in (found.a, found.b)) > WIDE
-    if found is not None and is_wide and not found.kind and factors(found.a, found.b) is None:
+    is_enough = is_wide and len(found.a) >= 2 * LEAST  # type: ignore[union-attr]
+    if found is not None and is_enough and not found.kind and factors(found.a, found.b) is None:
         pairs = [(round(float(a), 3), round(float(b), 3)) for a, b in list(zip(found.a, found.b))[:4]]
         yield Found("input-path", seen.mixed()[0][0], {"pairs": pairs})
 
@@ -119,8 +120,9 @@ def schedule(seen: Seen) -> Iterator[Found]:
         a, b = table[1:] / table[1:].norm(dim=0).clamp(min=1e-30)  # exploding ones beside their spread
         if bool((a[1:] > a[:-1] + 1e-4).any()) and bool((a[1:] < a[:-1] - 1e-4).any()):
             continue
-        first, last = (0, -1) if a[0] > a[-1] else (-1, 0)
-        if first == -1 and float(a[-1] - a[0]) > 0.05 and levels(seen) is not None and levels(seen).kind == "vp":
+        last = -1 if a[0] > a[-1] else 0
+        # The rows may go from noise to the image: what tells is whose products are those of betas.
+        if last == 0 and levels(seen) is not None and levels(seen).kind == "vp" and _of_betas(table[0], b * b):
             yield Found("input-exchanged", update, {"first": float(b[0]), "last": float(b[-1])})
         if float(a[last]) > (MOST_SIGNAL if _told_otherwise(one) else MUCH_SIGNAL):
             yield Found("input-signal-left", update, {"share": float(a[last])})

@@ -98,6 +98,8 @@ def share(seen: Seen) -> Iterator[Found]:
     found = levels(seen)
     if found is None or found.kind or (both := factors(found.a, found.b)) is None:
         return
+    if any(one.mixture.is_difference for _, one in seen.mixed()):
+        return
     of_image, of_noise = both
     # A factor of the image alone is a published choice, and one of both is no other path.
     if abs(of_noise - 1) > CLOSE and abs(of_noise / of_image - 1) > CLOSE:

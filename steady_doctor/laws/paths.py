@@ -51,7 +51,7 @@ def factors(a: Tensor, b: Tensor) -> tuple[float, float] | None:
     """(s, k), where (a / s)^2 + (b / k)^2 = 1: a path of constant variance with s times the image and k times the noise."""
     sides = torch.stack([a * a, b * b], 1)
     over_s, over_k = torch.linalg.lstsq(sides, torch.ones(len(a), 1).to(a)).solution.flatten().tolist()
-    is_known = len(a) >= 2 * LEAST and float(a.max() - a.min()) > 0.1 and float(b.max() - b.min()) > 0.1
+    is_known = len(a) >= 2 * LEAST and all(float(x.max() - x.min()) > 0.1 * float(x.abs().max()) for x in (a, b))
     if not is_known or over_s <= 0 or over_k <= 0 or float((a * a * over_s + b * b * over_k - 1).abs().max()) > CLOSE:
         return None
     return over_s**-0.5, over_k**-0.5

@@ -12,6 +12,7 @@ from steady_doctor.seen import Seen
 
 REST = 2e-2  # of the target, that is neither of this image nor of this noise
 CLOSE = 2e-2  # of the shares
+FROM_INPUT = 1e-4  # of the share of noise: nearer is a target that is the input itself
 WIDE = 2.0  # times: by less, a wrong factor of all targets would look like a function of the level
 LOOKS = 3  # passes that agree
 
@@ -64,6 +65,16 @@ class Asks:
                 return True
         return False
 
+    def _posterior_mean(self) -> tuple[Tensor, Tensor] | None:
+        """The shares in the mean of the next, cleaner image, given this one and the image (Ho et al. 2020, eq. 7). The share
+        of the noise tells which level is next, and so what that of the image must be."""
+        a, b, of_input = self.a, self.b, self.q / self.b.clamp(min=1e-12)
+        half = of_input * b * b / (2 * a)  # the next share r of the image: a r^2 + 2 a half r - a = 0
+        r = (half * half + 1).sqrt() - half
+        if not bool(((r > a) & (r < 1 + CLOSE)).all()) or float((of_input - 1).abs().max()) < FROM_INPUT:
+            return None
+        return r * (1 - (a / r) ** 2) / (b * b) + of_input * a, self.q
+
     def _known(self, scale: float) -> dict[str, tuple[Tensor, Tensor]]:
         a, b, one, zero = self.a, self.b, torch.ones_like(self.a), torch.zeros_like(self.a)
         score = -1 / b.clamp(min=1e-12)
@@ -76,6 +87,8 @@ class Asks:
             factor = float((self.p * -b + self.q * a).median())
             if abs(factor) > 1.1:
                 known["turned v"] = (-b * factor, a * factor)
+        if self.kind == "vp" and abs(scale - 1) < CLOSE and (mean := self._posterior_mean()) is not None:
+            known["posterior mean"] = mean
         if self.kind == "flow":
             # Where some noise is left at the images' end of the line, by as much less, which many scripts leave out of account.
             noise = scale * one if self._is(-one, scale * one) or self._is(one, -scale * one) else one

@@ -37,7 +37,7 @@ class Weights:
             if target.even is not None and target.even > EVEN:
                 snr = (mixture.a / mixture.b.clamp(min=1e-12)).square()
                 growth = torch.full_like(snr, torch.nan) if mixture.growth is None else mixture.growth
-                rows[mixture.size].append(torch.stack([snr, target.slope, growth]))
+                rows[mixture.size].append(torch.stack([snr, target.slope, growth])[:, mixture.b != 0])
         columns = torch.cat(max(rows.values(), key=len), 1) if rows else torch.zeros(3, 0)
         self.snr, self.slope, self.growth = columns[:, torch.argsort(columns[0])]
         self.log_snr, self.log_weight = self.snr.clamp(1e-8, 1e8).log(), self.slope.clamp(min=1e-30).log()

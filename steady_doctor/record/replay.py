@@ -66,7 +66,8 @@ class Replay:
             grad: whether the result has a gradient.
             anew: from the sources alone, and not from what was kept of layers.
             through: with a gradient also where the script took none.
-            exact: in float64 what the script did in float32, from the values that it had.
+            exact: in float64 what the script did in float32, as far as it depends on the values `instead`. All else is as the
+                script had it: in float64 a threshold or a rounding on the way could go the other way.
 
         Raises:
             NotRecorded: something on the way was not kept, and cannot be repeated, or does not take the values `instead`.
@@ -74,8 +75,9 @@ class Replay:
         instead = instead or {}
         given = instead if anew else self.held | instead
         tensors: dict[int, Tensor] = {}
-        precise = _in_float64 if exact else _as_it_is
+        wide = self._depends(self.upstream(op, given), instead) if exact else set()
         for each in self.upstream(op, given):
+            precise = _in_float64 if each in wide else _as_it_is
             with torch.set_grad_enabled(grad and (each.with_grad or through)):
                 if each in given:
                     tensors[each.result] = precise(given[each] if each in instead else given[each].detach().clone())
@@ -100,11 +102,22 @@ class Replay:
                     tensors.update(zip(each.outs, tensors_in(result)))
         return tensors[op.result]
 
+    @staticmethod
+    def _depends(ops: list[Op], instead: Iterable[Op]) -> set[Op]:
+        """Those of which the value depends on these; all, where such a value is written into another tensor."""
+        found = set(instead)
+        for op in ops:
+            if any(need in found for need in op.needs):
+                if any(last not in found for number, last in op.reads if number in op.writes):
+                    return set(ops)
+                found.add(op)
+        return found
+
 
 def _filled(value: Any, tensors: dict[int, Tensor], precise: Callable[[Any], Any]) -> Any:
     """The arguments of an operation, with the tensors; all others as `precise` makes them."""
     if isinstance(value, Ref):
-        return tensors[value.number]
+        return precise(tensors[value.number])
     if isinstance(value, tuple | list):
         return type(value)([_filled(part, tensors, precise) for part in value])
     if isinstance(value, dict):

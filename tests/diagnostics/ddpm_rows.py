@@ -101,6 +101,13 @@ def begun(*with_zeros: str) -> tuple[str, str]:
 ZERO_BEGIN = begun("self.last.weight", "self.last.bias")
 
 
+BEFORE = "before = torch.cat([torch.ones(1), alpha_bar[:-1]])[t][:, None, None, None]\n"
+NEXT_MEAN = "of_x0 = before%s * (1 - a / before) / (1 - a)\nof_x_t = (a / before).sqrt() * (1 - before) / (1 - a)\n"
+SCALED = (OPTIMIZER, OPTIMIZER + "\nscaler = torch.amp.GradScaler('cpu')", "loss.backward()", "scaler.scale(loss).backward()")
+SCALED += (CLIP, "scaler.unscale_(optimizer)\n" + CLIP, STEP, "scaler.step(optimizer)\nscaler.update()\n")
+SPECTRUM = "spectra = [torch.view_as_real(torch.fft.fft(one, dim=-1)) for one in (out, noise)]\n"
+
+
 def loss(text: str) -> tuple[str, str]:
     return LOSS, f"{OUTPUT}loss = {text}"
 
@@ -193,6 +200,7 @@ PLAIN_DDPM = [
     row("input", NOISED, NOISED + "\nx_t = x_t.clamp(-1, 1)"),
     row("input", NOISED, "x_t = a.sqrt() * x0 + noise"),
     row("input|noise", NOISED, "x_t = (1 - a).sqrt() * noise"),
+    row("input", NOISED, "x_t = (1 - a).sqrt() * x0 + a.sqrt() * noise"),
     row("data", PICTURES, "pictures() / 255", NOISED, f"{NOISED}\nx_t = x_t * 2 - 1"),
     row("input|timestep", ALPHA_BAR, ALPHA_BAR.replace("torch.cumprod(1 - betas, dim=0)", "1 - betas")),
     row("input|timestep", "betas = torch.linspace(1e-4, 0.02, T)", "betas = torch.linspace(1e-4, 0.2, T)"),
@@ -233,6 +241,9 @@ PLAIN_DDPM = [
     row("target", *ZERO_BEGIN, *loss("F.mse_loss(out, -noise)")),
     row("target", *NO_SIGNAL, updates=22),
     row("target", *loss("F.mse_loss(out, noise * a)")),
+    row("target", *SCALED, *loss("F.mse_loss(out, noise * a)")),
+    row("target", *loss(f"F.l1_loss(out, noise.roll(1, 0))\n{SPECTRUM}loss = loss + F.l1_loss(*spectra)"), missed="not a line"),
+    row("target", LOSS, BEFORE + NEXT_MEAN % ".sqrt()" + OUTPUT + "loss = F.mse_loss(out, of_x0 * x0 - of_x_t * x_t)"),
     row("target", *loss("F.mse_loss(out, noise + x0)")),
     row("target|weight", *loss("F.mse_loss(out[:8], noise[:8])")),
     # ---- weight
@@ -345,6 +356,10 @@ PLAIN_DDPM = [
     row("", *loss("F.huber_loss(out, noise, delta=0.1)")),
     row("", *loss("F.mse_loss(out, x0)")),
     row("", LOSS, VELOCITY + OUTPUT + "loss = F.mse_loss(out, v)"),
+    row("", LOSS, BEFORE + NEXT_MEAN % ".sqrt()" + OUTPUT + "loss = F.mse_loss(out, of_x0 * x0 + of_x_t * x_t)"),
+    row("", *SCALED),
+    row("", ALPHA_BAR, ALPHA_BAR + ".flip(0)"),
+    row("", *loss(f"F.l1_loss(out, noise)\n{SPECTRUM}loss = loss + 0.1 * F.l1_loss(*spectra)")),
     row("", *weighed("snr.clamp(max=5) / snr")),
     row("", *weighed("1 / (snr + 1)")),
     row("", *weighed("(snr + 1) ** -0.5")),
