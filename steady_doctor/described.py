@@ -40,6 +40,7 @@ SAME = 0.02  # of the logarithm of a weight
 COLUMNS = ("update", "share of the image", "of the noise", "mean of the noise", "its spread")
 COLUMNS += ("image in the target", "noise in it", "rest of it", "gradient over that of the passes", "averages")
 RISES = 0.9  # of 1 less a decay, from one recorded update to the next
+HALF, MANY = 0.5, 100  # of an average; and updates, after which it should be of trained weights
 FEW = 0.2  # of the averages of an update, that have a decay which is said
 
 
@@ -91,7 +92,9 @@ def _averages(seen: Seen) -> str:
         return ""
     single = [float(decays[0]) for decays in said if len(decays) == 1]
     rises = len(single) == 2 and 1 - single[1] < RISES * (1 - single[0])
-    return f"averages of {' and '.join(said[-1])}{' so far' * rises}"
+    left = single[-1] ** seen.updates if single and not rises else 0.0
+    begin = f" ({left:.0%} of them is still the network before training)" * (left > HALF and seen.updates >= MANY)
+    return f"averages of {' and '.join(said[-1])}{' so far' * rises}{begin}"
 
 
 def _said(step: Step) -> list[str]:

@@ -116,6 +116,10 @@ class Result:
     def _said(self) -> str:
         return described(self.doctor.told)
 
+    def _counted(self) -> str:
+        is_known = bool(self.doctor.told.mixed())
+        return count_line(self.findings) + ("" if is_known else "; image, noise, target and the loss's weights were not judged")
+
     def _write(self) -> None:
         """Both files; a full disk is no reason to stop."""
         self._unwritten = ""
@@ -124,7 +128,7 @@ class Result:
             said=self._said(),
             failure=self.failure,
             judged=bool(self.doctor.told.steps),
-            counted=count_line(self.findings),
+            counted=self._counted(),
             findings=self.findings,
             columns=COLUMNS,
             rows=list(figures(self.doctor.told)),
@@ -147,6 +151,6 @@ class Result:
         elif seen.steps:
             lines.append("the figures of each recorded update: in the report, or with --all")
         if seen.steps or self.findings:
-            lines += ["", count_line(self.findings), *(line for one in self.findings for line in told(one))]
+            lines += ["", self._counted(), *(line for one in self.findings for line in told(one))]
         sys.stdout.flush()
         print("\n".join(lines), flush=True)

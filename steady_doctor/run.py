@@ -22,6 +22,8 @@ COULD_NOT = 2  # exit status
 class Enough(SystemExit):
     """Ends the script after the updates that were asked for."""
 
+    was_raised = False  # the script may catch it
+
 
 def watch_script(
     script: Path,
@@ -96,6 +98,7 @@ def _end_after(most: int, result: Result) -> None:
 
     def before_step(*_: object) -> None:
         if result.doctor.session.updates >= most:
+            Enough.was_raised = True
             raise Enough(0)
 
     register_optimizer_step_pre_hook(before_step)
@@ -115,7 +118,7 @@ def _run(script: Path, arguments: list[str]) -> tuple[int, bool]:
         return 0, False
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
-            return end.code or 0, not end.code
+            return end.code or 0, not end.code and not Enough.was_raised
         print(end.code, file=sys.stderr)
         return 1, False
     except KeyboardInterrupt:
@@ -126,4 +129,4 @@ def _run(script: Path, arguments: list[str]) -> tuple[int, bool]:
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)  # none of a script that cannot be parsed
         return 1, False
-    return 0, True
+    return 0, not Enough.was_raised

@@ -77,6 +77,8 @@ def ask(cases: list[Case], run: Callable[[Case, int], Result], jobs: int, file: 
     with ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(run, case, number): case for number, case in enumerate(left)}
         for future in as_completed(futures):
+            if future.exception():  # what is missing is said now, and not when all others are through
+                pool.shutdown(wait=False, cancel_futures=True)
             result = results[futures[future].key] = future.result()
             print(line(result), *([result.error] if result.error else []), sep="\n", flush=True)
             if file:

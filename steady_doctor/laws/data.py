@@ -16,7 +16,7 @@ NARROW = 0.1  # between the darkest and the brightest number of a batch of image
 HALF = 0.42, 0.52  # what images of a batch reach on both sides when their bytes are divided by 255 and 0.5 is taken off
 WHOLE, FAINT = 100, 1e-3  # signals of whole numbers up to that were not scaled; those with less spread hold nothing
 STANDARD = 0.3  # from the mean 0 and the spread 1, that batches may be
-RAW = 10.0  # of signals and coordinates in units of their own, over the noise
+RAW = 10.0  # of signals and coordinates in units of their own, over the noise or sigma_data
 WIDE = 0.25, 4.0  # between these the spread of latents may be
 ROUGH = 1.7  # times as rough as they would be otherwise
 LOOKS = 5  # recorded updates
@@ -33,7 +33,7 @@ def _is_image(one: Pass, clean: Figures) -> bool:
 
 
 def range_(seen: Seen) -> Iterator[Found]:
-    """Of images -1 to 1."""
+    """Of images -1 to 1; of masks, which have two numbers, any."""
     looks = [look for look in _clean(seen) if _is_image(*look[1:])]
     if not looks:
         return
@@ -49,7 +49,7 @@ def range_(seen: Seen) -> Iterator[Found]:
         yield Found("data-range", update, figures)
     elif high - low < NARROW and (path is None or not path.single) and sum(clean.shape[0] for _, _, clean in looks) > 4:
         yield Found("data-nearly-one", update, figures | {"std": spread})
-    elif low >= -1e-3 and 0.5 < high <= 1 + 1e-3 and is_known:
+    elif low >= -1e-3 and 0.5 < high <= 1 + 1e-3 and is_known and any(len(look[2].head.unique()) > 2 for look in looks):
         yield Found("data-unsigned", update, figures)
     elif HALF[0] < -low < HALF[1] and HALF[0] < high < HALF[1]:
         yield Found("data-halved", update, figures)
@@ -61,15 +61,14 @@ def _is_standard(clean: Figures) -> bool:
 
 
 def signals(seen: Seen) -> Iterator[Found]:
-    """Of signals, sequences and coordinates the scale of the noise."""
+    """Of signals, sequences and coordinates the scale of the noise, or that which the network's scales are made for."""
     looks = [look for look in _clean(seen) if len(look[2].shape) < 4 and look[2].count > 1]
     if not looks:
         return
     update, one, clean = looks[0]
-    unit = one.mixture.noise.std if one.mixture is not None else 1.0
-    spread = max(clean.std for _, _, clean in looks)
-    path = levels(seen)
-    if spread > RAW * unit and path is not None and path.kind in ("vp", "flow"):
+    path, spread = levels(seen), max(clean.std for _, _, clean in looks)
+    unit = path.scale if path is not None and path.kind == "edm" else one.mixture.noise.std  # type: ignore[union-attr]
+    if spread > RAW * unit and path is not None and path.kind in ("vp", "flow", "edm"):
         yield Found("data-not-scaled", update, {"std": spread})
     elif spread < FAINT and len(looks) > 1 and clean.shape[0] > 1:
         yield Found("data-nearly-one", update, {"low": clean.low, "high": clean.high, "std": spread})

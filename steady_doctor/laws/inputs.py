@@ -13,7 +13,7 @@ from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
 
 MUCH_SIGNAL = 0.65  # the image's share at the last row of a table; published schedules of 50 and 100 steps leave up to 0.6
-MOST_SIGNAL = 0.85  # the same where the network is told much of each image besides
+MOST_SIGNAL = 0.85  # the same where the network is told much of each image; beyond it, sigmas are for noisy photographs
 MANY_NUMBERS = 16  # of one sample's condition: more than a class or a size says
 NO_SIGNAL = 0.01  # the share below which nothing of the image is left
 TOO_MANY = 0.4  # of a table's rows without any image
@@ -124,7 +124,8 @@ def schedule(seen: Seen) -> Iterator[Found]:
         # The rows may go from noise to the image: what tells is whose products are those of betas.
         if last == 0 and levels(seen) is not None and levels(seen).kind == "vp" and _of_betas(table[0], b * b):
             yield Found("input-exchanged", update, {"first": float(b[0]), "last": float(b[-1])})
-        if float(a[last]) > (MOST_SIGNAL if _told_otherwise(one) else MUCH_SIGNAL):
+        is_restored = float(a[last]) > MOST_SIGNAL and (path := levels(seen)) is not None and path.kind == "ve"
+        if float(a[last]) > (MOST_SIGNAL if _told_otherwise(one) else MUCH_SIGNAL) and not is_restored:
             yield Found("input-signal-left", update, {"share": float(a[last])})
         if float((a.abs() < NO_SIGNAL).double().mean()) > TOO_MANY:
             yield Found("input-all-noise", update, {"share": float((a.abs() < NO_SIGNAL).double().mean())})

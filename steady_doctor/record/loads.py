@@ -71,7 +71,7 @@ class Loads:
             with contextlib.suppress(Exception):  # that the script's own dataset raises
                 self.stored[key] = StoredImages(dataset)
         if images is not None and len(begins) < MOST:
-            means = images.detach().double().flatten(1).mean(1)
+            means = (images.abs() if images.is_complex() else images).detach().double().flatten(1).mean(1)
             begins.append(tuple(means.tolist()))
 
 
