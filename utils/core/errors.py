@@ -46,6 +46,14 @@ def in_full(error: BaseException) -> str:
     return text if last is error or " ".join(str(last).split()) in text else f"{text} ({cause})"
 
 
+def lost_worker(error: Exception) -> UserError | None:
+    """For what torch raises where a worker of the loader is gone: from its handler of signals, wherever the process is then."""
+    if "DataLoader worker" not in str(error) or str(error).startswith("Caught "):  # the latter by what it did
+        return None
+    hint = "if memory, or /dev/shm, is short, set a smaller --dataloader_num_workers, or 0"
+    return UserError(f"a process that reads images ended: {one_line(error)}\n{hint}")
+
+
 def out_of_memory(error: Exception) -> bool:
     """Returns whether `error` says that memory ran out, on an accelerator or on a CPU."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
