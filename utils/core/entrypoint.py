@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from utils.core.bars import Bar
 from utils.core.cache_home import use_a_cache_that_can_be_written
 from utils.core.deadline import within
-from utils.core.errors import OUT_OF_MEMORY, FailedElsewhere, LostProcess, UserError, lost_worker, memory_advice, out_of_memory
+from utils.core.errors import OUT_OF_MEMORY, FailedElsewhere, LostProcess, UserError, memory_advice, out_of_memory, shortage
 from utils.core.launcher import launcher_reports, launcher_words
 
 if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, and was never tried
@@ -77,8 +77,8 @@ def run_script(
                 what = (str(error) or type(error).__name__).splitlines()[0]
                 rank = os.environ.get("RANK", "0")
                 _say_last(f"error: {OUT_OF_MEMORY} on rank {rank}: {what}\n{memory_advice()}\ncheckpoints are whole")
-        elif lost := lost_worker(error):
-            status = _tell(lost)
+        elif short := shortage(error):
+            status = _tell(short)
         elif not _was_said(OUT_OF_MEMORY):  # else that is why this rank lost its peer
             traceback.print_exc()
     _leave(status)

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils.core import randomness
-from utils.core.errors import UserError, lost_worker
+from utils.core.errors import UserError, shortage
 from utils.core.signals import STOP_SIGNALS, signals_held
 from utils.data.dataset import ImageSet
 from utils.data.latents import PackedLatents
@@ -337,8 +337,8 @@ def _iterate(loader: DataLoader, images: ImageSet, size: int) -> Iterator[dict]:
             for values in zip(*parts.values()):
                 yield dict(zip(parts, values))
     except RuntimeError as error:
-        if lost := lost_worker(error):
-            raise lost from error
+        if short := shortage(error):
+            raise short from error
         raise
     finally:
         # Ends the workers now. In a cycle with a traceback, the garbage collector would first finalize the queues that
