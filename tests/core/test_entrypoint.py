@@ -116,6 +116,27 @@ def test_a_rank_that_is_well_leaves_the_word_to_the_one_that_failed(monkeypatch,
     assert "".join(capsys.readouterr()) == ""
 
 
+@pytest.mark.parametrize(
+    ("told", "said"),  # the first by torch's handler of SIGCHLD
+    [
+        (
+            "DataLoader worker (pid 7) is killed by signal: Killed. ",
+            "a process that reads images ended: RuntimeError: DataLoader",
+        ),
+        ("Too many open files. Communication with the workers is no longer possible.", "a process that reads images ended: "),
+        ("can't start new thread", "RuntimeError: can't start new thread\nraise `ulimit -u`"),
+    ],
+)
+def test_what_a_machine_lacks_is_one_line_wherever_it_is_said(told, said, capsys):
+    def main(options):
+        raise RuntimeError(told)
+
+    with pytest.raises(SystemExit) as ended:
+        entrypoint.run_script(main, lambda: None)
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and text.startswith(f"error: {said}") and "Traceback" not in text
+
+
 def test_ctrl_c_while_the_libraries_load_is_one_line_and_a_crash_keeps_its_traceback():
     """In the scripts; importing their modules, as `watch` does, changes nothing for the script that imports them."""
     program, parsed = (

@@ -193,6 +193,22 @@ def test_metadata_that_cannot_be_used_is_one_clear_line(load, tmp_path):
         assert str(caught.value).count("\n") <= 1
 
 
+def test_images_of_two_metadata_files_are_those_of_both_and_none_twice(load, tmp_path):
+    folder = write(tmp_path / "data", "0.png", "in/1.png", "in/2.png")
+    (folder / "metadata.csv").write_text("file_name,label\nin/1.png,0\nin/2.png,1\n")
+    (folder / "metadata.jsonl").write_text('{"file_name": "0.png", "label": 1}\n')
+    images = load(folder)
+    assert shown(images) == [1, 2, 0] and images.labels.tolist() == [0, 1, 1]
+    (folder / "metadata.jsonl").write_text('{"file_name": "in/2.png"}\n{"file_name": "in/1.png"}\n')
+    images = load(folder)
+    assert shown(images) == [1, 2] and images.labels.tolist() == [0, 1]
+    assert said(images)[0] == "metadata.csv is used, and metadata.jsonl, which lists no other images, is not"
+    (folder / "metadata.jsonl").write_text('{"caption": "of something else"}\n')
+    (folder / "in" / "metadata.csv").write_text("file_name\n2.png\n1.png\n")
+    with pytest.raises(UserError, match=r"^in/metadata\.csv and metadata\.csv in .* both list in/[12]\.png\nleave it in one"):
+        load(folder)
+
+
 def test_names_that_no_table_can_hold_are_one_clear_line(load, tmp_path):
     path = os.fsencode(tmp_path) + b"/data/\xff0.png"
     (tmp_path / "data").mkdir()

@@ -1,5 +1,6 @@
 """The order of the samples, and the loader: the same samples however an update is split, resumed or fetched."""
 
+import errno
 import multiprocessing
 import os
 import pickle
@@ -152,7 +153,7 @@ def test_workers_bring_the_same_batches_and_leave_the_global_random_state(images
 
 @pytest.mark.parametrize(
     ("place", "free", "said"),
-    [("nowhere", 0, "there is no "), ("", 1000, "has 0 MiB, and 2 workers need 0 MiB")],
+    [("nowhere", 0, "there is no "), ("", 1000, "has 0.0 MiB, and 2 workers need "), ("", 2**40, " cannot be written:")],
 )
 def test_without_shared_memory_the_process_reads_itself(place, free, said, images, tmp_path, monkeypatch, capsys):
     expected = micro_batches(images)
@@ -164,10 +165,28 @@ def test_without_shared_memory_the_process_reads_itself(place, free, said, image
         return SimpleNamespace(f_bavail=free, f_frsize=1)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
+    monkeypatch.setattr(os, "access", lambda *_: "written" not in said)
     started = []
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda process: started.append(process))
     assert_same(micro_batches(images, num_workers=2), expected)
     assert not started and said in capsys.readouterr().err
+
+
+def test_workers_that_cannot_be_started_are_ended_and_the_process_reads_itself(images, monkeypatch, capfd):
+    expected, start, started = micro_batches(images), multiprocessing.process.BaseProcess.start, []
+
+    def start_one(process):
+        if started:
+            raise OSError(errno.EMFILE, "Too many open files")
+        start(process)
+        started.append(process)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start_one)
+    assert_same(micro_batches(images, num_workers=2), expected)
+    started[0].join(20)
+    assert not started[0].is_alive()
+    said = capfd.readouterr().err
+    assert "note: cannot start 2 workers (Too many open files)" in said and "Exception ignored" not in said
 
 
 def test_a_worker_that_cannot_hand_over_ends_the_run_with_one_line(images, monkeypatch):

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from utils.core.bars import Bar
 from utils.core.cache_home import use_a_cache_that_can_be_written
 from utils.core.deadline import within
-from utils.core.errors import OUT_OF_MEMORY, FailedElsewhere, LostProcess, UserError, memory_advice, out_of_memory
+from utils.core.errors import OUT_OF_MEMORY, FailedElsewhere, LostProcess, UserError, memory_advice, out_of_memory, shortage
 from utils.core.launcher import launcher_reports, launcher_words
 
 if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, and was never tried
@@ -77,6 +77,8 @@ def run_script(
                 what = (str(error) or type(error).__name__).splitlines()[0]
                 rank = os.environ.get("RANK", "0")
                 _say_last(f"error: {OUT_OF_MEMORY} on rank {rank}: {what}\n{memory_advice()}\ncheckpoints are whole")
+        elif short := shortage(error):
+            status = _tell(short)
         elif not _was_said(OUT_OF_MEMORY):  # else that is why this rank lost its peer
             traceback.print_exc()
     _leave(status)
@@ -141,6 +143,8 @@ def parse_early(parse_args: Callable[[], T], nothing_to_do: Callable[[T], str | 
         if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
             raise UserError(f"not installed: {', '.join(missing)}\npip install -r requirements.txt")
         line = nothing_to_do(options)
+        if line is None:
+            use_a_cache_that_can_be_written(options)
     except UserError as error:
         _leave(_tell(error))
         raise
@@ -149,7 +153,6 @@ def parse_early(parse_args: Callable[[], T], nothing_to_do: Callable[[T], str | 
             print(line)
         _leave(0)
     leave_progress_to_us(options)
-    use_a_cache_that_can_be_written(options)
     _imports.enter_context(loading_libraries(options))
     return options
 

@@ -14,6 +14,12 @@ _GENERAL_ADVICE = (
     "try a smaller --train_batch_size with more --gradient_accumulation_steps, "
     "--gradient_checkpointing, or --mixed_precision bf16"
 )
+_WORKERS = "a process that reads images ended: {}\nif memory, /dev/shm or open files are short, set a smaller " + (
+    "--dataloader_num_workers, or 0"
+)
+_SHORT = dict.fromkeys(("DataLoader worker", "Communication with the workers", "items of ancdata"), _WORKERS) | {
+    "can't start new thread": "{}\nraise `ulimit -u`, or the limit of processes of the container"
+}
 _explain: Callable[[], str] | None = None
 
 
@@ -44,6 +50,13 @@ def in_full(error: BaseException) -> str:
     text = textwrap.shorten(str(error), 250, placeholder=" ...") or type(error).__name__
     cause = textwrap.shorten(one_line(last), 200, placeholder=" ...")
     return text if last is error or " ".join(str(last).split()) in text else f"{text} ({cause})"
+
+
+def shortage(error: Exception) -> UserError | None:
+    """For what is said where a machine gives no more, wherever the process is then: torch's handler of signals tells of a lost
+    worker of a loader. None for other errors, of a worker, too."""
+    found = [said for words, said in _SHORT.items() if words in str(error) and not str(error).startswith("Caught ")]
+    return UserError(found[0].format(one_line(error))) if found else None
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -152,7 +152,7 @@ def scan(source: str) -> FileTree:
 
 
 class FolderTable:
-    """The rows that the metadata of `tree` have.
+    """The rows that the metadata of `tree` have. An image is in one of their files.
 
     Attributes:
         table: `pyarrow.Table`, with `file_name` relative to the root; None where there is no metadata.
@@ -165,7 +165,7 @@ class FolderTable:
     """
 
     def __init__(self, tree: FileTree, source: str):
-        self._tree = tree
+        self._tree, self._source = tree, source
         self.table: Any = None
         self.paths: list[str] = []
         self.files: list[str] = []
@@ -185,15 +185,13 @@ class FolderTable:
         self.table = self.table.set_column(place, "file_name", pa.array(names, pa.string()))
 
     def _tables(self) -> list[Any]:
-        tables, found = [], dict[str, str]()  # one of each folder
-        for kind in _NAMES:
-            for name in sorted(self._tree.paths):
-                if posixpath.basename(name).lower() == kind:
-                    found.setdefault(posixpath.dirname(name), name)
+        tables, listed = [], dict[str, set[str]]()
+        found = [name for name in sorted(self._tree.paths) if posixpath.basename(name).lower() in _NAMES]
         named = [name for name in sorted(self._tree.paths) if posixpath.basename(name) == _CLASSES and not found]
         classes = {name: pairs for name in named if (pairs := self._labels(name))}
-        for name in sorted(found.values()) or classes:
-            path = self._tree.paths[name]
+        for name in found or classes:
+            path, folder = self._tree.paths[name], posixpath.dirname(name)
+            beside = [file for file in listed if posixpath.dirname(file) == folder]
             try:
                 table = self._read(name, path, classes)
                 if "file_name" not in table.column_names:
@@ -202,6 +200,8 @@ class FolderTable:
                 if len({*table.column_names}) < len(table.column_names):
                     raise ValueError("two of its columns have the same name")
             except KeyError:
+                if beside:  # which lists the images; this one is about something else
+                    continue
                 raise UserError(
                     f"{path} has no column file_name\n"
                     f"name the column of the files file_name; its columns: {', '.join(table.column_names)}"
@@ -210,7 +210,6 @@ class FolderTable:
                 raise UserError(f"cannot read {path}: {one_line(error)}\nrepair or remove this file") from error
             # Paths that begin at the root, here or on another machine, have other folders before those of the files.
             files = [file and re.sub("^(file:(//[^/]*)?)?/*", "", str(file).replace("\\", "/")) for file in files]
-            folder = posixpath.dirname(name)
             for row, file in enumerate(files):
                 if not file or is_address(file) or posixpath.normpath(posixpath.join(folder, file)).startswith(".."):
                     shown = file and shortened(file)
@@ -218,10 +217,15 @@ class FolderTable:
                         f"{path}, row {row}: file_name is {shown!r}, which is not a file in the same folder\n"
                         "use paths relative to that folder"
                     )
-            files = [posixpath.normpath(file) for file in files if file]
-            self.paths += [_sibling(path, file) for file in files]
+            files, inside = [posixpath.normpath(posixpath.join(folder, file)) for file in files], files
+            if same := [file for file in beside if listed[file] >= {*files}]:
+                self.notes.append(f"{same[0]} is used, and {name}, which lists no other images, is not")
+                continue
+            if twice := [(file, image) for file, images in listed.items() for image in files if image in images]:
+                raise UserError(f"{twice[0][0]} and {name} in {self._source} both list {twice[0][1]}\nleave it in one of them")
+            listed[name] = {*files}
+            self.paths += [_sibling(path, posixpath.normpath(file)) for file in inside]
             self.files.append(name)
-            files = [posixpath.normpath(posixpath.join(folder, file)) for file in files]
             tables.append(table.set_column(table.column_names.index("file_name"), "file_name", pa.array(files, pa.string())))
         return tables
 

@@ -15,6 +15,7 @@ import multiprocessing.queues
 import os
 import signal
 import sys
+import traceback
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils.core import randomness
-from utils.core.errors import UserError, one_line
+from utils.core.errors import UserError, shortage
 from utils.core.signals import STOP_SIGNALS, signals_held
 from utils.data.dataset import ImageSet
 from utils.data.latents import PackedLatents
@@ -295,9 +297,11 @@ def _lacks_shared_memory(num_workers: int, size: int) -> str | None:
         return f"there is no {_SHARED_MEMORY}"
     num_workers *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of all processes of this machine
     needed, free = 2 * num_workers * size, found.f_bavail * found.f_frsize  # each worker is two ahead
-    if free >= needed and os.access(_SHARED_MEMORY, os.W_OK):
+    if not os.access(_SHARED_MEMORY, os.W_OK):
+        return f"{_SHARED_MEMORY} cannot be written"
+    if free >= needed:
         return None
-    return f"{_SHARED_MEMORY} has {free / 2**20:.0f} MiB, and {num_workers} workers need {needed / 2**20:.0f} MiB"
+    return f"{_SHARED_MEMORY} has {free / 2**20:.1f} MiB, and {num_workers} workers need {needed / 2**20:.1f} MiB"
 
 
 def _iterate(loader: DataLoader, images: ImageSet, size: int) -> Iterator[dict]:
@@ -307,10 +311,18 @@ def _iterate(loader: DataLoader, images: ImageSet, size: int) -> Iterator[dict]:
         with signals_held():
             iterator = iter(loader)
     except OSError as error:  # too many files or processes
-        reason = error.strerror or error
-        raise UserError(
-            f"cannot start {loader.num_workers} workers: {reason}\nset a smaller --dataloader_num_workers"
-        ) from error
+        for child in set(multiprocessing.active_children()) - others:  # they ignore what Python ends them with
+            child.kill()
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if isinstance(half_made := frame.f_locals.get("self"), _MultiProcessingDataLoaderIter):
+                half_made._shutdown = True  # else it tries to end what it has not made
+        print(
+            f"note: cannot start {loader.num_workers} workers ({error.strerror or error}): images are read in the training "
+            "process; set a smaller --dataloader_num_workers",
+            file=sys.stderr,
+        )
+        loader.num_workers = 0
+        iterator = iter(loader)
     workers = [weakref.ref(child) for child in multiprocessing.active_children() if child not in others]
     if workers:
         # At exit Python ends its children by SIGTERM, which ours ignore, and waits for them for ever.
@@ -325,10 +337,9 @@ def _iterate(loader: DataLoader, images: ImageSet, size: int) -> Iterator[dict]:
             for values in zip(*parts.values()):
                 yield dict(zip(parts, values))
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error) or str(error).startswith("Caught "):  # the latter by what it did
-            raise
-        hint = "if memory, or /dev/shm, is short, set a smaller --dataloader_num_workers, or 0"
-        raise UserError(f"a process that reads images ended: {one_line(error)}\n{hint}") from error
+        if short := shortage(error):
+            raise short from error
+        raise
     finally:
         # Ends the workers now. In a cycle with a traceback, the garbage collector would first finalize the queues that
         # bring them the news, and then wait for them.
