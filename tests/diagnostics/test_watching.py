@@ -53,6 +53,13 @@ def test_a_healthy_loop_is_identified_and_trains_the_same_bits(server, tmp_path,
     assert losses.count("0x") == steps and text.startswith(losses.rstrip("\n"))
 
 
+def test_a_script_that_catches_the_end_that_was_asked_for_has_not_come_to_its_own(server, tmp_path):
+    loop, lines = tmp_path / "loop.py", (LOOPS / "plain_ddpm.py").read_text().replace("(step + 1) / 4", "(step + 1) / 1000")
+    loop.write_text(lines.replace("    main()\n", "    try:\n        main()\n    except SystemExit:\n        pass\n"))
+    for updates, codes in ((20, []), (None, ["rate-still-rising"])):
+        assert list(watch(server, tmp_path, loop, 24, updates=updates)[2]) == codes
+
+
 @pytest.mark.parametrize(
     ("how", "status"),
     [

@@ -80,6 +80,64 @@ def test_errors_count_more_in_the_mean_over_the_last_batch_of_an_epoch():
     is_healthy(network, vp(network), said, data=pictures(20))  # 8, 8 and 4
 
 
+class OfPoints(nn.Module):
+    """Waves of the level beside the point."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.register_buffer("frequencies", torch.randn(16))
+        self.layers = nn.Sequential(nn.Linear(numbers + 32, 32), nn.SiLU(), nn.Linear(32, numbers))
+
+    def forward(self, x, level):
+        waves = level[:, None] * self.frequencies
+        return self.layers(torch.cat([x, waves.sin(), waves.cos()], 1))
+
+
+@pytest.mark.parametrize(("spread", "codes"), [(0.5, []), (8.0, ["data-not-scaled"])])
+def test_points_in_the_plane_with_scales_of_edm_are_judged_whatever_the_batch(spread, codes):
+    network = OfPoints(2)
+
+    def loss_of(points):
+        x0, sigma = points.reshape(-1, 2), torch.randn(8 * B).sub(1.2).exp()
+        total = (sigma**2 + 0.25).sqrt()[:, None]
+        noisy = x0 + torch.randn_like(x0) * sigma[:, None]
+        denoised = 0.25 / total**2 * noisy + sigma[:, None] * 0.5 / total * network(noisy / total, sigma.log() / 4)
+        return ((total / sigma[:, None] / 0.5) ** 2 * (denoised - x0) ** 2).mean()
+
+    points = torch.randn(64, 8, 2, generator=torch.Generator().manual_seed(2)) * spread
+    found, said = train(network, loss_of, data=points)
+    assert found == codes and "scaled for sigma_data 0.5, EDM's target" in said
+
+
+@pytest.mark.parametrize(("blurs", "codes"), [(True, []), (False, ["gradient-missing"])])
+def test_a_fixed_blur_that_the_network_undoes_needs_no_gradient_and_a_first_layer_does(blurs, codes):
+    class Blurred(Network):
+        def __init__(self):
+            super().__init__(C if blurs else 4)
+            self.blur = nn.Conv2d(C, C if blurs else 4, 3, padding=1)
+
+    network = Blurred()
+
+    def loss_of(x0):
+        with torch.no_grad():
+            given = network.blur(network.blur(x0)) if blurs else network.blur(x0)
+        return mse_loss(network(given, torch.zeros(len(x0))), x0)
+
+    assert train(network, loss_of)[0] == codes
+
+
+def test_the_rest_of_an_image_beside_another_one_comes_to_that_with_little_noise():
+    network, other = Network(), pictures(128)[64:].mean((2, 3), keepdim=True).expand(-1, -1, SIDE, SIDE)
+
+    def loss_of(x0):
+        t, noise = torch.rand(len(x0)), torch.randn_like(x0)
+        rest = torch.exp(-4 * column(t))
+        state = other[: len(x0)] + (x0 - other[: len(x0)]) * rest + 0.04 * (1 - rest**2).sqrt() * noise
+        return l1_loss(network(state - other[: len(x0)], t), noise)
+
+    assert train(network, loss_of)[0] == []
+
+
 class Gated(nn.Module):
     """Of points: each layer is multiplied by what others make of the time, and the network adds its input."""
 
