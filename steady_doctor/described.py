@@ -31,7 +31,6 @@ TARGETS = {
     "edm outside": "EDM's target",
     "velocity": "the velocity to noise",
     "backward": "the velocity to images",
-    "posterior mean": "the mean of the next image",
     "minus noise": "the score times sigma",
 }
 GAMMAS = (1, 2, 3, 5, 10, 20)  # of min-SNR

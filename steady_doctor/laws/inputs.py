@@ -8,7 +8,7 @@ import torch
 from steady_doctor.found import Found
 from steady_doctor.identify.rows import alike
 from steady_doctor.identify.step import Pass
-from steady_doctor.laws.paths import LEAST, factors, levels
+from steady_doctor.laws.paths import LEAST, is_slip, levels
 from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
 
@@ -28,7 +28,7 @@ def path(seen: Seen) -> Iterator[Found]:
     found = levels(seen) if asks(seen) is not None else None
     is_wide = found is not None and max(float(x.max() - x.min()) for x in (found.a, found.b)) > WIDE
     is_enough = is_wide and len(found.a) >= 2 * LEAST  # type: ignore[union-attr]
-    if found is not None and is_enough and not found.kind and factors(found.a, found.b) is None:
+    if found is not None and is_enough and not found.kind and is_slip(found.a, found.b):
         pairs = [(round(float(a), 3), round(float(b), 3)) for a, b in list(zip(found.a, found.b))[:4]]
         yield Found("input-path", seen.mixed()[0][0], {"pairs": pairs})
 

@@ -1,5 +1,6 @@
 """The known ways from an image to noise: how the share of the image follows from that of the noise."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ from steady_doctor.seen import Seen
 
 CLOSE = 2e-3  # of the larger share; half precision rounds to 4e-3
 MOST_LEFT = 0.2  # of the noise, at the images' end of a line
+EXPONENTS = (0.5, 1.0, 2.0, 4.0)  # of shares
+SCATTERED = 0.02  # of the largest share of noise: by more it grows though that of the image does, too
 LEAST = 4  # samples, before a path is told
 SAME = 1e-3  # of the largest share
 
@@ -55,6 +58,21 @@ def factors(a: Tensor, b: Tensor) -> tuple[float, float] | None:
     if not is_known or over_s <= 0 or over_k <= 0 or float((a * a * over_s + b * b * over_k - 1).abs().max()) > CLOSE:
         return None
     return over_s**-0.5, over_k**-0.5
+
+
+def is_slip(a: Tensor, b: Tensor) -> bool:
+    """Whether shares on no known path are what a slip makes of one: with a root or a square too few or too many, noise of one
+    share, or two levels in one sample. Other shares may be those of a path that is not known here."""
+    if float((b.max() - b.min()) / b.abs().max()) <= SAME:
+        return True
+    rises = b[a.argsort()]
+    if float((rises - rises.cummin(0).values).max()) > SCATTERED * float(b.abs().max()):
+        return True
+    powers = [[x.clamp(min=0) ** exponent for exponent in EXPONENTS] for x in (a, b)]
+    sums = [one + other for one, other in itertools.product(*powers)]
+    if float(a.min()) > 0:  # scales that are made for another noise
+        sums += [rest / rest.median() for exponent in EXPONENTS for rest in [a**-2 - (b / a).clamp(min=0) ** exponent]]
+    return any(bool(((total - 1).abs() <= CLOSE).all()) for total in sums)
 
 
 def kind_of(a: Tensor, b: Tensor, close: float = CLOSE) -> tuple[str, float]:

@@ -1,5 +1,6 @@
 """Whether the network is trained to give something that belongs to the path of its input, made of the same image and noise."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -13,7 +14,7 @@ from steady_doctor.seen import Seen
 REST = 2e-2  # of the target, that is neither of this image nor of this noise
 CLOSE = 2e-2  # of the shares
 NEARLY = 5e-2  # of the shares of a known target: what is nearer trains the same
-FROM_INPUT = 1e-4  # of the share of noise: nearer is a target that is the input itself
+EXPONENTS = (-1.0, 0.0, 0.5, 1.0, 2.0)  # of shares
 WIDE = 2.0  # times: by less, a wrong factor of all targets would look like a function of the level
 LOOKS = 3  # passes that agree
 
@@ -66,15 +67,15 @@ class Asks:
                 return True
         return False
 
-    def _posterior_mean(self) -> tuple[Tensor, Tensor] | None:
-        """The shares in the mean of the next, cleaner image, given this one and the image (Ho et al. 2020, eq. 7). The share
-        of the noise tells which level is next, and so what that of the image must be."""
-        a, b, of_input = self.a, self.b, self.q / self.b.clamp(min=1e-12)
-        half = of_input * b * b / (2 * a)  # the next share r of the image: a r^2 + 2 a half r - a = 0
-        r = (half * half + 1).sqrt() - half
-        if not bool(((r > a) & (r < 1 + CLOSE)).all()) or float((of_input - 1).abs().max()) < FROM_INPUT:
-            return None
-        return r * (1 - (a / r) ** 2) / (b * b) + of_input * a, self.q
+    def is_slip(self) -> bool:
+        """Whether both shares are powers of those of the input, times a number: what a sign, a root or a factor too few or too
+        many makes of a known target. Others may be of a target that is not known here, such as the mean of the next image."""
+        powers = [
+            self.a.abs().clamp(min=1e-6) ** i * self.b.abs().clamp(min=1e-6) ** j
+            for i, j in itertools.product(EXPONENTS, EXPONENTS)
+        ]
+        close = CLOSE * float(torch.maximum(self.p.abs(), self.q.abs()).max())
+        return all(any(_is_multiple(share, power, close) for power in powers) for share in (self.p, self.q))
 
     def _known(self, scale: float) -> dict[str, tuple[Tensor, Tensor]]:
         a, b, one, zero = self.a, self.b, torch.ones_like(self.a), torch.zeros_like(self.a)
@@ -88,8 +89,6 @@ class Asks:
             factor = float((self.p * -b + self.q * a).median())
             if abs(factor) > 1.1:
                 known["turned v"] = (-b * factor, a * factor)
-        if self.kind == "vp" and abs(scale - 1) < CLOSE and (mean := self._posterior_mean()) is not None:
-            known["posterior mean"] = mean
         if self.kind == "flow":
             # Where some noise is left at the images' end of the line, by as much less, which many scripts leave out of account.
             noise = scale * one if self._is(-one, scale * one) or self._is(one, -scale * one) else one
@@ -102,6 +101,10 @@ class Asks:
             total = (sigma * sigma + square).sqrt()
             known["edm outside"] = sigma / (square**0.5 * total), -(square**0.5) / total
         return known
+
+
+def _is_multiple(x: Tensor, y: Tensor, close: float) -> bool:
+    return float((x - (x @ y) / (y @ y) * y).abs().max()) <= close
 
 
 def asks(seen: Seen) -> tuple[int, Asks] | None:
@@ -125,7 +128,13 @@ def known(seen: Seen) -> Iterator[Found]:
     if float(found.rest.max()) > REST:
         yield Found("target-other", update, {"rest": float(found.rest.max())})
     # A network that is not told the level gives a field over the images, which may grow and fall with the level as it likes.
-    elif not found.fits and found.kind and not found.single and (found.is_told or not found.is_multiple(found.scale)):
+    elif (
+        not found.fits
+        and found.kind
+        and not found.single
+        and found.is_slip()
+        and (found.is_told or not found.is_multiple(found.scale))
+    ):
         pairs = [(round(float(p), 3), round(float(q), 3)) for p, q in list(zip(found.p, found.q))[:4]]
         yield Found("target-path", update, {"pairs": pairs, "path": found.kind})
         if float((found.p.abs() - 1).abs().max()) < CLOSE and float((found.p + found.q).abs().max()) < CLOSE:

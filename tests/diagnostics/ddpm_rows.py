@@ -102,7 +102,7 @@ ZERO_BEGIN = begun("self.last.weight", "self.last.bias")
 
 
 BEFORE = "before = torch.cat([torch.ones(1), alpha_bar[:-1]])[t][:, None, None, None]\n"
-NEXT_MEAN = "of_x0 = before%s * (1 - a / before) / (1 - a)\nof_x_t = (a / before).sqrt() * (1 - before) / (1 - a)\n"
+NEXT_MEAN = "of_x0 = before.sqrt() * (1 - a / before) / (1 - a)\nof_x_t = (a / before).sqrt() * (1 - before) / (1 - a)\n"
 SCALED = (OPTIMIZER, OPTIMIZER + "\nscaler = torch.amp.GradScaler('cpu')", "loss.backward()", "scaler.scale(loss).backward()")
 SCALED += (CLIP, "scaler.unscale_(optimizer)\n" + CLIP, STEP, "scaler.step(optimizer)\nscaler.update()\n")
 SPECTRUM = "spectra = [torch.view_as_real(torch.fft.fft(one, dim=-1)) for one in (out, noise)]\n"
@@ -243,7 +243,6 @@ PLAIN_DDPM = [
     row("target", *loss("F.mse_loss(out, noise * a)")),
     row("target", *SCALED, *loss("F.mse_loss(out, noise * a)")),
     row("target", *loss(f"F.l1_loss(out, noise.roll(1, 0))\n{SPECTRUM}loss = loss + F.l1_loss(*spectra)"), missed="not a line"),
-    row("target", LOSS, BEFORE + NEXT_MEAN % ".sqrt()" + OUTPUT + "loss = F.mse_loss(out, of_x0 * x0 - of_x_t * x_t)"),
     row("target", *loss("F.mse_loss(out, noise + x0)")),
     row("target|weight", *loss("F.mse_loss(out[:8], noise[:8])")),
     # ---- weight
@@ -356,7 +355,7 @@ PLAIN_DDPM = [
     row("", *loss("F.huber_loss(out, noise, delta=0.1)")),
     row("", *loss("F.mse_loss(out, x0)")),
     row("", LOSS, VELOCITY + OUTPUT + "loss = F.mse_loss(out, v)"),
-    row("", LOSS, BEFORE + NEXT_MEAN % ".sqrt()" + OUTPUT + "loss = F.mse_loss(out, of_x0 * x0 + of_x_t * x_t)"),
+    row("", LOSS, BEFORE + NEXT_MEAN + OUTPUT + "loss = F.mse_loss(out, of_x0 * x0 + of_x_t * x_t)"),
     row("", *SCALED),
     row("", ALPHA_BAR, ALPHA_BAR + ".flip(0)"),
     row("", *loss(f"F.l1_loss(out, noise)\n{SPECTRUM}loss = loss + 0.1 * F.l1_loss(*spectra)")),
