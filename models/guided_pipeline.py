@@ -84,7 +84,7 @@ class GuidedPipeline(DiffusionPipeline):
         self,
         unet: nn.Module,
         scheduler: SchedulerMixin,
-        id2label: dict[int, str] | None = None,
+        id2label: dict[int, str] | dict[str, str] | None = None,  # as JSON has them, the numbers are strings
         vae: nn.Module | None = None,
         latent_mean: list[float] | None = None,
         latent_std: list[float] | None = None,

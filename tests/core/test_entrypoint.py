@@ -162,7 +162,7 @@ from utils.core import entrypoint, signals
 entrypoint.launcher_reports = lambda: True
 signals.launcher_words = lambda: ["accelerate", "launch"]
 def main(_):
-    signals.StopSignal(1)
+    signals.StopSignal(1).listen()
     signal.raise_signal(getattr(signal, sys.argv[1]))
     print("stopped after 3 updates", file=sys.stderr)
     return signals.EXIT_STOPPED

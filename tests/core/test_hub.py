@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -10,10 +11,13 @@ from itertools import pairwise
 import huggingface_hub
 import pytest
 from conftest import ROOT
+from datasets.exceptions import DatasetNotFoundError
 from hub_stand_in import hub_stand_in
 
-from utils.core.errors import in_full
-from utils.core.hub import log_in, told
+from utils.core.errors import UserError, in_full
+from utils.core.hub import log_in, no_such_path, told
+from utils.data.sources import find_builder
+from utils.options.flags import DDPMOptions
 
 LOAD = """
 import json, sys
@@ -186,3 +190,24 @@ def test_a_mistyped_folder_may_look_like_a_name_on_the_hub(tmp_path, monkeypatch
         monkeypatch.setenv("HF_HUB_OFFLINE", offline)
         told_of = told(ConnectionError("no route"), name, "model")
         assert told_of == "it is here, but no model is found in it (no route)\ncheck its files"
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("https://huggingface.co/datasets/me/shapes", "use --dataset_name me/shapes"),
+        ("https://huggingface.co/datasets/mnist?row=3", "use --dataset_name mnist"),
+        ("https://huggingface.co/me/network/tree/main", "use --dataset_name me/network"),
+        ("https://example.com/shapes.zip", "check the path"),
+        ("/data/huggingface.co/datasets/me/shapes", "check the path"),
+    ],
+)
+def test_the_address_of_a_page_of_the_hub_is_answered_with_its_name(name, advice):
+    with pytest.raises(UserError, match=f"--dataset_name {re.escape(name)}: [a-z ]+\n{advice}$"):
+        find_builder(DDPMOptions(dataset_name=name))
+    assert no_such_path(name).endswith(advice.replace("--dataset_name", "the name"))
+
+
+def test_a_revision_that_a_dataset_lacks_is_named():
+    error = DatasetNotFoundError("Revision 'v99' doesn't exist for dataset 'some/thing' on the Hub.")
+    assert told(error, "some/thing", "dataset") == "it has no revision v99\nset --dataset_revision to one that it has"

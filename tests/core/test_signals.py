@@ -21,6 +21,7 @@ def handlers():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, *({signal.SIGHUP} & set(STOP_SIGNALS))])  # not under nohup
 def test_a_signal_is_answered_at_once_and_remembered(handlers, capfd, number):
     stop = StopSignal(1)
+    stop.listen()
     os.kill(os.getpid(), number)
     line = f"{number.name}: the run stops after this update and saves a checkpoint"
     line += "; a second Ctrl-C ends it now, without saving" if number == signal.SIGINT else ""
@@ -31,7 +32,7 @@ def test_a_signal_is_answered_at_once_and_remembered(handlers, capfd, number):
 def test_below_a_launcher_a_second_stop_reaches_the_run(handlers, capfd, monkeypatch):
     """`accelerate launch` ends at once, and then Ctrl-C reaches the shell alone; torchrun passes a second one on as SIGTERM."""
     monkeypatch.setattr(signals, "launcher_words", lambda: ["accelerate", "launch", "train_ddpm.py"])
-    StopSignal(1)
+    StopSignal(1).listen()
     os.kill(os.getpid(), signal.SIGINT)
     first, second = capfd.readouterr().err.strip().splitlines()
     assert first.endswith(f"saves a checkpoint; kill -INT {os.getpid()} ends it now, without saving")
@@ -48,5 +49,6 @@ def test_a_closed_terminal_is_a_stop_and_nohup_is_not(ignored):
 
 def test_the_other_processes_do_not_repeat_it(handlers, capfd):
     stop = StopSignal(1, tells=False)
+    stop.listen()
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.received == "SIGTERM" and capfd.readouterr().err == ""

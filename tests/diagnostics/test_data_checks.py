@@ -12,6 +12,7 @@ from benchmarks.doctor.sets.pictures import Pictures
 from utils.diagnostics.data_checks import checks, copies, recognition
 from utils.diagnostics.data_checks.changed import changed as check_of_changes
 from utils.diagnostics.data_checks.labels import contradicted as labels_check
+from utils.diagnostics.data_checks.population import strangers
 from utils.diagnostics.data_checks.sample import Sample
 from utils.diagnostics.diagnose import judge
 from utils.runs.record import RunRecord
@@ -85,6 +86,25 @@ PLANTED = [
 @pytest.mark.parametrize(("code", "name"), PLANTED)
 def test_a_planted_fault_is_named(code, name):
     assert code in above_info(*damaged(name))
+
+
+@pytest.mark.parametrize("labels", [None, "classes", "two_classes", "others"])
+def test_a_kind_that_is_a_class_of_its_own_is_no_mixture(labels):
+    """Dark images among bright ones; in the last turn, the classes say nothing of it."""
+    rng = np.random.default_rng(0)
+    dark = np.arange(200) % 5 == 0
+    images = rng.integers(0, 60, (200, 16, 16, 1)) + np.where(dark, 0, 190)[:, None, None, None]
+    given = {None: None, "classes": dark, "two_classes": dark * (1 + np.arange(200) % 2), "others": np.arange(200) % 4}[labels]
+    sample = Sample(images.astype(np.uint8), NONE[..., :1], None if given is None else given.astype(np.int64))
+    assert bool(list(strangers(sample))) is (labels in (None, "others"))
+
+
+def test_classes_of_a_few_images_do_not_explain_a_mixture():
+    images = np.arange(200).repeat(16 * 16 * 3).reshape(200, 16, 16, 3).astype(np.uint8)
+    part = np.arange(200) < 40
+    assert not Sample(images, NONE, np.arange(200) // 4).is_labeled(np.arange(200), part)
+    assert Sample(images, NONE, np.arange(200) // 8).is_labeled(np.arange(200), part)
+    assert not Sample(images, NONE, np.where(part, -1, 0)).is_labeled(np.arange(200), part)
 
 
 def test_a_few_images_that_come_again_and_again_are_copies():

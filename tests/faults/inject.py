@@ -22,6 +22,7 @@ Updates are counted from 1 in each process. FAULT is one of
     wrong-compiler  --compile compiles to code that runs, with a backward pass whose gradients are V times too large
     signal         the process sends itself signal V (or several: V,W) in update N
     signal-in-setup  the process sends itself signal V before it loads the data
+    signal-in-check  and before it checks the images
     disk-full      from update N on, for 2 updates, the file system of folder V is full
     disk-frozen    for V seconds from update N on, what opens a file for writing, renames, removes or flushes it waits
     clock          from update N on (0: from the start), the clock is V seconds behind
@@ -385,18 +386,23 @@ def watch_phases(path: str) -> None:
     EMA.swapped_into_model = swapped_in_a_phase
 
 
-def signal_in_setup(step: int, value: str) -> None:
-    load_images = utils.data.dataset.load_images
+def signal_in_setup(step: int, value: str, function: str = "utils.data.dataset.load_images") -> None:
+    module, _, attribute = function.rpartition(".")
+    inner = getattr(sys.modules[module], attribute)
 
     def interrupted(*arguments, **keywords):
         os.kill(os.getpid(), getattr(signal, value))
-        return load_images(*arguments, **keywords)
+        return inner(*arguments, **keywords)
 
-    replace_everywhere("utils.data.dataset.load_images", interrupted)
+    replace_everywhere(function, interrupted)
+
+
+def signal_in_check(step: int, value: str) -> None:
+    signal_in_setup(step, value, "utils.diagnostics.data_check.check_data")
 
 
 FUNCTIONS = (nan, hang, hang_unseen, hang_repeated, stop, hang_data, slow_compute, slow_data, nudge, flip, oom, oom_between)
-FUNCTIONS += (fail_between, wrong_compiler, signal_in_setup, disk_full, file_size, disk_frozen, clock)
+FUNCTIONS += (fail_between, wrong_compiler, signal_in_setup, signal_in_check, disk_full, file_size, disk_frozen, clock)
 FAULTS = {"none": None, "signal": send_signal} | {function.__name__.replace("_", "-"): function for function in FUNCTIONS}
 
 

@@ -27,6 +27,14 @@ def test_a_signal_before_the_first_update_is_a_stop_and_no_crash(server, script,
     assert not list(tmp_path.glob("checkpoint-*")) and "Traceback" not in said
 
 
+@pytest.mark.parametrize("number", ["SIGTERM", *slow_turns("SIGINT", "SIGUSR1")])
+def test_a_signal_while_the_images_are_checked_ends_the_run_at_once(server, script, script_flags, tmp_path, number):
+    fault = ["signal-in-check", "--value", number, "--", *script_flags, "--output_dir", tmp_path]
+    said = server.run(["tests/faults/inject.py", script, *fault], ends=75)
+    assert said.count(f"{number}: stopped before the first update") == 1 and "Traceback" not in said
+    assert not list(tmp_path.glob("checkpoint-*")) and exit_status(tmp_path) == 75 and "update 1 of" not in said
+
+
 def test_a_stop_that_could_not_save_is_no_stop_to_run_again(train_script, script_flags, tmp_path, monkeypatch, capsys):
     import utils.runs.checkpoints
     import utils.training.progress

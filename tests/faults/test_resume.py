@@ -42,6 +42,7 @@ def test_a_changed_option_is_refused_with_a_diff(server, script, run_to_resume, 
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name not in TOUCHED}
     said = server.run([script, *flags, "--resume_from_checkpoint", "checkpoint-4", f"--{flag}", value], ends=2)
     assert difference in said and "--allow_option_change " in said
+    assert ("add --global_batch_size 8" in said) is (flag == "train_batch_size")
     assert "Traceback" not in said
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
@@ -195,5 +196,12 @@ def test_a_global_batch_that_does_not_divide_is_refused(server, script, run_to_r
     command = [script, *flags, "--resume_from_checkpoint", "latest", "--train_batch_size", 3]
     said = server.run(command, 3, ends=2)  # by whichever rank is first, and by no other
     assert said.count("global_batch_size: 8 in the checkpoint, 9 now") == 1
-    assert "keep the product" in said
+    assert "\nadd --global_batch_size 8: the other two follow from it\n" in said
     assert [path.name for path in list_checkpoints(folder)][-1] == "checkpoint-8"
+
+
+def test_an_option_that_does_not_exist_cannot_be_allowed(server, script, run_to_resume):
+    flags, _ = run_to_resume
+    wrong = ["--resume_from_checkpoint", "latest", "--train_batch_size", 4, "--allow_option_change", "global_batchsize"]
+    said = server.run([script, *flags, *wrong], ends=2)
+    assert "global_batchsize: no option has this name\nnearest: global_batch_size" in said

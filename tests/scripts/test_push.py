@@ -101,7 +101,7 @@ def test_a_run_pushes_and_a_finished_one_pushes_alone(tiny_flags, tmp_path):
             assert str(tmp_path).encode() not in content and str(ROOT).encode() not in content, name
         trained = (folder / "unet/diffusion_pytorch_model.safetensors").stat().st_mtime_ns
         said = start(["--output_dir", folder, *push, "--hub_model_id", "me/again"])
-        assert "holds a finished run: its pipeline is pushed, nothing is trained" in said and "max_train_steps" not in said
+        assert "holds a finished run: its pipeline will be pushed, nothing is trained" in said and "max_train_steps" not in said
         assert (folder / "unet/diffusion_pytorch_model.safetensors").stat().st_mtime_ns == trained
         again = repositories["me/again"]
         assert 'from_pretrained("me/again")' in again["README.md"].decode()

@@ -183,3 +183,13 @@ def test_an_automatic_batch_size_resumes_as_the_same_run(train, tiny_flags, tmp_
     assert train([*common, *plain]) == 0
     auto, plain = (load_file(tmp_path / name / "checkpoint-8/model.safetensors") for name in ("auto", "plain"))
     assert all(torch.equal(auto[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(("width", "said"), [(8, ""), (1600, "--model_preset small64 is made for CPUs")])
+def test_a_network_made_for_gpus_is_warned_of_on_a_cpu(width, said, capsys):
+    def make_network(options):
+        return nn.Conv2d(width, width, 3)  # 23 M parameters
+
+    MemoryPlan(Accelerator(cpu=True), DDPMOptions(resolution=64, train_batch_size=2), make_network, None).settle()
+    warned = capsys.readouterr().out
+    assert said in warned and ("23.0 M parameters on a CPU" in warned) is bool(said)

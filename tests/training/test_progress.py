@@ -212,3 +212,14 @@ def test_many_micro_batches_and_updates_count_as_often_as_few():
     assert (report["train/loss_timestep_quartile_1"], report["train/loss_timestep_quartile_4"]) == (99.5, 1.0)
     assert report["train/grad_norm"] == 100.0  # the mean of 1, 3, ..., 199
     assert not statistics._waiting and not statistics._gradients
+
+
+def test_an_update_whose_report_follows_has_one_line(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    progress = ProgressBar(True, first_step=0, total_steps=60)
+    now, progress.line_follows = 20.0, True
+    progress.update()
+    progress.show(*REPORT)
+    progress.close()
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -10,6 +10,7 @@ _NO_CONNECTION = {"ConnectionError", "LocalEntryNotFoundError", "TransportError"
 _SAID = (  # by a library -> what it means, and what to do
     (r"available configs: \[(.*?)\]", "it has several configs\nset --dataset_config_name to one of {}"),
     (r"BuilderConfig (\S+) not found. Available: \[(.*?)\]", "it has no config '{}'\nset --dataset_config_name to one of {}"),
+    (r"Revision '(.*?)' doesn't exist for dataset", "it has no revision {}\nset --dataset_revision to one that it has"),
     (r"Unknown split \"?(.*?)\"?\. Should be one of \[(.*?)\]", "it has no split {}\nset --dataset_split to one of {}"),
     (r"Unable to load weights from checkpoint file for '(.*?)'", "its weights {} are damaged\ndownload or make them again"),
     ("no file named (model_index.json) found", "it has no {}\nuse the folder of a finished run, or of another pipeline"),
@@ -33,7 +34,7 @@ def told(error: BaseException, name: str, kind: str) -> str:
 
     is_here = os.path.exists(name)
     if is_only_a_path(name) and not is_here:
-        return "no such file or folder\ncheck the path"
+        return no_such_path(name)
     errors = list(_chain(error))
     classes = {each.__name__ for found in errors for each in type(found).__mro__}
     text = " ".join(" ".join(str(found).split()) for found in errors)
@@ -44,11 +45,11 @@ def told(error: BaseException, name: str, kind: str) -> str:
     not_there, no_way = classes & {"RepositoryNotFoundError", "DatasetNotFoundError"}, classes & _NO_CONNECTION
     if is_here and (not_there or no_way):  # so a library took it for a name on the Hub
         return f"it is here, but no {kind} is found in it ({in_full(error)})\ncheck its files"
-    if not_there:
-        return f"{here}it doesn't exist on the Hub, or it is private\ncheck the name, or {log_in()}"
     for said, meaning in _SAID:
         if found := re.search(said, text):
             return meaning.format(*(re.sub("['\"]", "", part) for part in found.groups()))
+    if not_there:
+        return f"{here}it doesn't exist on the Hub, or it is private\ncheck the name, or {log_in()}"
     if "UnicodeDecodeError" in classes:
         return f"its text is not UTF-8 ({in_full(error)})\nsave the file as UTF-8"
     status = next(filter(None, (getattr(getattr(found, "response", None), "status_code", None) for found in errors)), None)
@@ -70,6 +71,12 @@ def told(error: BaseException, name: str, kind: str) -> str:
 def is_only_a_path(name: str) -> bool:
     """Returns whether this cannot be a name on the Hub, which is `name` or `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def no_such_path(name: str, flag: str = "the name") -> str:
+    """Returns what to say of a `name` that is only a path, where nothing is; of the Hub's pages, what to give to `flag`."""
+    page = re.match(r"https?://(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+(?:/[^/?#]+)?)", name)
+    return f"this is the address of a page\nuse {flag} {page[1]}" if page else "no such file or folder\ncheck the path"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -67,6 +67,9 @@ class StopSignal:
         timeout = timedelta(seconds=collective_timeout)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if num_processes > 1 else None
         self._pending = None
+
+    def listen(self) -> None:
+        """To be called when the updates begin: until then, `leave_on_signal` ends the process at once."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 

@@ -265,7 +265,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
         source = _open_arrays(options) if is_array_file(options.dataset_name) else _open_table(options)
     files, notes = source.files, [*source.notes]
     if options.dataset_name is not None and options.train_data_dir is not None:
-        notes.append("train_data_dir is ignored because dataset_name is given")
+        notes.append("warning: --train_data_dir is ignored, because --dataset_name is given")
     if source.data_range is None and options.image_channels not in (1, 3):
         raise UserError(
             f"--image_channels is {options.image_channels}, and image files become gray (1) or RGB (3)\n"

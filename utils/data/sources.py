@@ -25,7 +25,7 @@ from PIL import Image
 from pyarrow.dataset import ParquetFragmentScanOptions
 
 from utils.core.errors import UserError
-from utils.core.hub import is_only_a_path, told
+from utils.core.hub import is_only_a_path, no_such_path, told
 from utils.data.decode import image_suffixes
 from utils.data.file_tree import ABOUT_IMAGES, FileTree, archive_stem, decoded_text, mark_of, scan, suffix_of
 from utils.data.image_folder import ImageFolder
@@ -117,7 +117,8 @@ def find_builder(options: DataOptions) -> tuple[datasets.DatasetBuilder, list[Pa
         source = {"path": options.dataset_name, "name": options.dataset_config_name}
         files = _files_below(path)
     elif _only_a_path(str(options.dataset_name)):
-        raise UserError(f"--dataset_name {options.dataset_name}: no such file or folder\ncheck the path")
+        name = str(options.dataset_name)
+        raise UserError(f"--dataset_name {name}: {no_such_path(name, '--dataset_name')}")
     else:
         source = {"path": options.dataset_name, "name": options.dataset_config_name, "revision": options.dataset_revision}
     source["cache_dir"] = options.cache_dir

@@ -40,7 +40,7 @@ WITHOUT: dict[str, Any] = {
     **{"augment_probability": 0.0},
 }
 ABOUT = {  # what is compared beside the flags
-    "global_batch_size": "global batch = processes x --train_batch_size x --gradient_accumulation_steps; keep the product",
+    "global_batch_size": "global batch = processes x --train_batch_size x --gradient_accumulation_steps",
     "data_fingerprint": "data_fingerprint: the images themselves, whatever the dataset is called",
     "vae.weights": "vae.weights: the weights of the autoencoder",
 }
@@ -217,7 +217,7 @@ def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | 
     """
     absent = "(absent)"
     saved = {n: value for n, value in WITHOUT.items() if n in current} | saved
-    names = sorted(saved.keys() | current.keys())
+    names = sorted({*saved, *current, *ABOUT})
     if unknown := sorted(set(allowed) - set(names)):
         near = difflib.get_close_matches(unknown[0], names, n=3)
         advice = f"nearest: {', '.join(near)}" if near else "leave it out, or take a name of options.json"
@@ -235,6 +235,8 @@ def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | 
             advice = f"{why}: use the checkpoint's values, or start a new run in another --output_dir"
         else:
             advice = f"use the checkpoint's values, or add: --allow_option_change {' '.join(changed)}"
+            if "global_batch_size" in changed and "global_batch_size" in saved:
+                advice = f"add --global_batch_size {saved['global_batch_size']}: the other two follow from it\n{advice}"
         raise UserError("\n".join(["these options would change the run that is resumed:", *lines, advice]))
     why = dict.fromkeys(differing, "--allow_option_change allows it") | dict.fromkeys(moved, "the content is the same")
     if "pretrained" in moved:

@@ -13,7 +13,7 @@ from utils.options.budget import SETS, chosen_by
 from utils.options.flags import AnyRun, RunOptions
 from utils.options.paths import WORKING_DIR, located
 from utils.runs.checkpoint_files import list_checkpoints, newest_checkpoint, verify_checkpoint
-from utils.runs.folder import DATA_SOURCES, OPTIONS, WITHOUT, RunFolder, as_spelled_now, check_options, differences
+from utils.runs.folder import ABOUT, DATA_SOURCES, OPTIONS, WITHOUT, RunFolder, as_spelled_now, check_options, differences
 from utils.runs.state import read_state
 
 BY_CONTENT = {*DATA_SOURCES, "model_preset", "pretrained", "vae"}  # a checkpoint knows what these named
@@ -80,10 +80,13 @@ def _compare_with_checkpoint(options: RunOptions, asked: dict[str, Any], folder:
     if checkpoint is None:
         return
     saved = read_state(checkpoint).options
+    known = {*saved, *vars(options), *ABOUT}  # or network.*, of which more is said later
+    allowed = [n for n in options.allow_option_change if "." not in n and n not in known]
     later = {n for n in BY_CONTENT & asked.keys() if n not in ("pretrained", "vae") or bool(saved.get(n)) == bool(asked[n])}
     names = asked.keys() - later
     saved = {n: saved[n] for n in names if n in saved}
-    check_options(saved, {n: asked[n] for n in names}, [n for n in options.allow_option_change if n in names])
+    allowed += [n for n in options.allow_option_change if n in names]
+    check_options(saved, {n: asked[n] for n in names}, allowed)
 
 
 def _other_run(options: RunOptions, asked: dict[str, Any], folder: RunFolder, record: dict) -> str:

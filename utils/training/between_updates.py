@@ -40,6 +40,7 @@ class Periodic:
 
     def catch_up(self) -> None:
         """Makes the evaluation that a stop had left out, and pictures by a --pretrained network; the updates begin."""
+        self._run.stop.listen()
         if self._evaluation.due():
             with self._monitor.paused():
                 self._judge()
@@ -68,6 +69,7 @@ class Periodic:
         self._monitor.end_update(due)
         if self._again():
             return
+        run.progress.line_follows = self._monitor.due or run.progress.awaits_loss
         run.progress.update()
         self._monitor.show_first(learning_rate)
         if self._monitor.due:  # here the host waits for the device; else it does after the first update alone

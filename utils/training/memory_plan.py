@@ -20,6 +20,7 @@ from utils.core.files import read_json
 from utils.core.limits import free_ram
 from utils.data.autoencoder import Autoencoder
 from utils.options.flags import RunOptions
+from utils.options.presets import small_preset
 from utils.training.arithmetic import Arithmetic, peak_tflops
 from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import foretold
@@ -36,6 +37,7 @@ from utils.training.memory_estimate import (
 )
 
 MIB = 2**20
+MOST_ON_CPU = 20_000_000  # parameters: the presets for CPUs have 4 M at most, those for GPUs 36 M at least
 EXIT_DOES_NOT_FIT = 3  # of a dry run
 PEAK = "at the worst moment of an update: not the sum, gradients come while activations go"
 NO_ACTIVATIONS = (
@@ -89,12 +91,23 @@ class MemoryPlan:
     def settle(self) -> None:
         """Makes numbers of the options about the batch, on every process, and says what to set when memory runs out later."""
         options = self._options
+        if self._accelerator.device.type == "cpu" and self._accelerator.is_main_process:
+            self._warn_of_size()
         if options.global_batch_size:
             resumed = Path(options.output_dir) if options.resume_from_checkpoint else None
             with Bar("measuring the memory of an update", shown=self._accelerator.is_main_process and not options.quiet):
                 options.train_batch_size, options.gradient_accumulation_steps = self.split(resumed)
             self._accelerator.gradient_accumulation_steps = options.gradient_accumulation_steps
         explain_out_of_memory(partial(self.explain, options.micro_batch_size, options.gradient_accumulation_steps))
+
+    def _warn_of_size(self) -> None:
+        """Of a network made for GPUs, on a CPU."""
+        with FakeTensorMode():
+            parameters = sum(parameter.numel() for parameter in self._make_network(self._options).parameters())
+        if parameters > MOST_ON_CPU:
+            preset = None if self._options.pretrained else small_preset(self._options.resolution)
+            advice = f"; --model_preset {preset} is made for CPUs" if preset else ""
+            print(f"warning: {parameters / 1e6:.1f} M parameters on a CPU: an update can take minutes{advice}", flush=True)
 
     def measures_eagerly(self) -> bool:
         """Whether the updates of reports may run eagerly, which measures activations, without running out of memory. For all

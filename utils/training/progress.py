@@ -150,6 +150,7 @@ class ProgressBar:
         self._watch: threading.Thread | None = None
         self._seconds: collections.deque[float] = collections.deque(maxlen=RECENT)  # of updates
         self.awaits_loss = self._shown  # until the first figures
+        self.line_follows = False  # whether `show` comes after the next update
         self._figures = ""
         self._bar = tqdm(
             initial=first_step,
@@ -174,7 +175,7 @@ class ProgressBar:
         self._last_update = now
         self._bar.set_postfix_str(self._said(self._figures), refresh=False)
         self._bar.update()
-        if self._is_silent(now):  # a report is far away
+        if self._is_silent(now) and not self.line_follows:
             self._line("")
 
     def _said(self, figures: str) -> str:

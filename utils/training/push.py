@@ -18,7 +18,7 @@ def train_or_push(train: Callable[[AnyRun], int]) -> Callable[[AnyRun], int]:
         if not pushes_alone(options):
             return train(options)
         if int(os.environ.get("RANK", "0")) == 0:
-            print(f"{options.output_dir} holds a finished run: its pipeline is pushed, nothing is trained")
+            print(f"{options.output_dir} holds a finished run: its pipeline will be pushed, nothing is trained")
             check_hub(options)
             print(f"pushed to {push_to_hub(options)}")
         return 0

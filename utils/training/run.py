@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from utils.core.bars import Bar
 from utils.core.distributed import made_on_main_process, make_accelerator, on_main_process, waited_for
+from utils.core.entrypoint import at_end
 from utils.core.errors import UserError
 from utils.core.launcher import check_accumulation
-from utils.core.signals import StopSignal, leave_on_signal
+from utils.core.signals import EXIT_STOPPED, StopSignal, leave_on_signal
 from utils.data.autoencoder import Autoencoder
 from utils.data.dataset import content_fingerprint
 from utils.data.training_data import TrainingData
@@ -201,6 +202,8 @@ def begin_run(
         on_main_process(accelerator, "looking at the disk", _check_disk, folder, data, objective, state, length, options)
     names = data.images.class_names if objective.classes else None
     on_main_process(accelerator, "beginning in the folder", folder.begin, options, facts, names)
+    if accelerator.is_main_process:
+        at_end(lambda status: folder.release(status) if status == EXIT_STOPPED else None)  # before the first update
     on_main_process(accelerator, "removing later snapshots", remove_snapshots_beyond, folder.path, state.step)
 
     stop = StopSignal(accelerator.num_processes, options.collective_timeout, tells=accelerator.is_main_process)

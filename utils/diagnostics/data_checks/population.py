@@ -72,7 +72,7 @@ def split(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def strangers(sample: Sample) -> Iterator[Seen]:
-    """A smaller part of the images that lies far from the rest in one figure or several, with next to nothing between."""
+    """A smaller part of the images, no class of theirs, far from the rest in one figure or several, with hardly any between."""
     figures = features(sample)
     severity, what, members = _apart(sample, np.flatnonzero(~sample.plain), figures)
     dim = sample.gray.std((1, 2)) < NEARLY_PLAIN
@@ -98,7 +98,8 @@ def _apart(sample: Sample, kept: np.ndarray, all_figures: dict[str, np.ndarray])
         threshold, score, gap = split(values)
         if score > 2.4 and gap < 0.1:
             above = values > threshold
-            parts.append((score, name, above if above.mean() <= 0.5 else ~above))
+            smaller = above if above.mean() <= 0.5 else ~above
+            parts += [] if sample.is_labeled(kept, smaller) else [(score, name, smaller)]
     severity, what, members = "", "", np.zeros(len(kept), bool)
     best = 0.0
     for score, _, part in parts:
@@ -110,7 +111,8 @@ def _apart(sample: Sample, kept: np.ndarray, all_figures: dict[str, np.ndarray])
             what = f"lie apart in {', '.join(NAMES[name] for name in names)}"
     if severity != "warning":
         for known, which, sure in _kinds(sample.images[kept], figures):
-            if which.sum() >= 6 and 0.03 <= which.mean() <= 0.5 and (sure or not severity):
+            told = which.sum() >= 6 and 0.03 <= which.mean() <= 0.5 and (sure or not severity)
+            if told and not sample.is_labeled(kept, which):
                 severity, what, members = "warning" if sure else "info", known, which
                 break
     return severity, f"{members.mean():.1%} of the images {what}", kept[members]

@@ -67,6 +67,14 @@ class Sample:
         flat = self.images.reshape(len(self.images), -1)
         return flat.min(1) == flat.max(1)
 
+    def is_labeled(self, kept: np.ndarray, part: np.ndarray) -> bool:
+        """Whether a part, bool [K], of the images `kept` is one of their classes or several, but for a tenth of it at most."""
+        if self.labels is None:
+            return False
+        names, places, counts = np.unique(self.labels[kept], return_inverse=True, return_counts=True)
+        whole = (np.bincount(places, part) > counts / 2) & (counts >= 8) & (names >= 0)  # of few images, half come by chance
+        return bool((whole[places] != part).sum() <= 0.1 * part.sum())
+
     def shown(self, numbers: np.ndarray, caption: str) -> Image.Image:
         """Some of the images `numbers`, beside others of the set that are not plain."""
         others = np.setdiff1d(np.flatnonzero(~self.plain), numbers)
