@@ -13,6 +13,7 @@ from steady_doctor.seen import Seen
 
 REST = 2e-2  # of the target, that is neither of this image nor of this noise
 CLOSE = 2e-2  # of the shares
+EXACT = 2e-3  # of the shares: the mean of the next image is nearly the input itself
 NEARLY = 5e-2  # of the shares of a known target: what is nearer trains the same
 EXPONENTS = (-1.0, 0.0, 0.5, 1.0, 2.0)  # of shares
 WIDE = 2.0  # times: by less, a wrong factor of all targets would look like a function of the level
@@ -68,14 +69,16 @@ class Asks:
         return False
 
     def is_slip(self) -> bool:
-        """Whether both shares are powers of those of the input, times a number: what a sign, a root or a factor too few or too
-        many makes of a known target. Others may be of a target that is not known here, such as the mean of the next image."""
+        """Whether both shares, or what they are beside the input, are powers of those of the input, times a number: what a
+        sign, a root, a factor or a term too few or too many makes of a known target. Others may be of a target that is not
+        known here, such as the mean of the next image."""
         powers = [
             self.a.abs().clamp(min=1e-6) ** i * self.b.abs().clamp(min=1e-6) ** j
             for i, j in itertools.product(EXPONENTS, EXPONENTS)
         ]
-        close = CLOSE * float(torch.maximum(self.p.abs(), self.q.abs()).max())
-        return all(any(_is_multiple(share, power, close) for power in powers) for share in (self.p, self.q))
+        close = EXACT * float(torch.maximum(self.p.abs(), self.q.abs()).max())
+        shares = [(self.p - sign * self.a, self.q - sign * self.b) for sign in (0, 1, -1)]
+        return any(all(any(_is_multiple(one, power, close) for power in powers) for one in pair) for pair in shares)
 
     def _known(self, scale: float) -> dict[str, tuple[Tensor, Tensor]]:
         a, b, one, zero = self.a, self.b, torch.ones_like(self.a), torch.zeros_like(self.a)
