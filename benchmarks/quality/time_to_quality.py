@@ -37,6 +37,7 @@ from benchmarks.quality.rivals import BATCH, RIVALS, WARM
 from benchmarks.shared.real_script import ROOT
 
 SHAPES, FEW, TIMED = 2000, 200, 20  # images; images; updates that tell what one costs
+NEVER = 10**9
 DDPM, EULER, HEUN = (["--sampler", *words.split()] for words in (
     "ddpm --num_inference_steps 50", "euler --num_inference_steps 50", "heun --num_inference_steps 32"))  # fmt: skip
 
@@ -50,6 +51,7 @@ class Row:
 
 
 def _ours(script: str, preset: str, sampler: list[str], *flags: str) -> Row:
+    flags += ("--eval_steps", str(NEVER)) if preset == "few" else ()  # but once, after the last update
     return Row(script, ("--model_preset", preset, *flags), tuple(sampler), 16 if preset in ("few", "small32") else BATCH)
 
 
@@ -132,16 +134,15 @@ class Trials:
 
     def _flags(self, row: Row, updates: int, seed: int, out: Path) -> list:
         """Of a script. Nothing is saved, sampled or validated before the end."""
-        never = 10**9
         flags = ["--train_data_dir", self.data, "--resolution", self.side, "--train_batch_size", row.batch]
-        flags += ["--output_dir", out, "--overwrite_output_dir", "--checkpointing_steps", never]
+        flags += ["--output_dir", out, "--overwrite_output_dir", "--checkpointing_steps", NEVER]
         if row.driver == "diffusers":
             epochs = max(1, round(updates / math.ceil(len(list(self.data.iterdir())) / row.batch)))
             flags += ["--num_epochs", epochs, "--model_config_name_or_path", self.network(), "--center_crop"]
-            flags += ["--save_images_epochs", never, "--save_model_epochs", never]
+            flags += ["--save_images_epochs", NEVER, "--save_model_epochs", NEVER]
             return [*flags, "--eval_batch_size", 1, "--ddpm_num_inference_steps", 2]
         flags += ["--max_train_steps", updates, "--image_channels", 3, "--cpu_threads", 1, "--seed", seed]
-        flags += ["--validation_images", 0, "--eval_steps", never, "--save_images_steps", never, "--save_model_steps", never]
+        flags += ["--validation_images", 0, "--save_images_steps", NEVER, "--save_model_steps", NEVER]
         return flags
 
     def network(self) -> Path:
