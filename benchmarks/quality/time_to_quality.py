@@ -162,6 +162,8 @@ class Trials:
         if not row.sampler:
             return out, told
         images = out.with_name(f"{out.name}-samples")
+        if (images / f"{self.num_images - 1:06}.png").exists():
+            return images, told
         flags = [
             "--pipeline",
             out,
