@@ -6,7 +6,7 @@
 A rival is the trainer, loss, optimizer, EMA and sampler of another project, given by the folder of its code (what it imports
 must be there: einops, ema-pytorch; torch-ema; POT, torchdiffeq). It writes its samples as PNG files. Its settings are those
 that the project documents for small images, but for what all rows share: batches of 32, no flips (a mirrored digit is none),
-and a network of about 0.7 M parameters. With --tuned, those that are better for so short a time: see each function.
+and a network of about 0.7 M parameters. --tuned: what was better for so short a time.
 Seconds are of processor time between the first and the last step of the optimizer, of all threads of the process.
 """
 
@@ -62,8 +62,7 @@ def pixels(folder: Path) -> torch.Tensor:
 
 
 def smalldiffusion(args: argparse.Namespace) -> Sampler:
-    """examples/fashion_mnist_unet.py: AdamW of 7e-4, EMA of 0.999, 20 steps of its sampler. Tuned: 2e-3, and 50 steps of its
-    sampler as DDPM (gam 1, mu 0.5): the noise mends what a network errs that is hardly trained."""
+    """examples/fashion_mnist_unet.py: AdamW of 7e-4, EMA of 0.999, 20 steps of its sampler."""
     sys.path.insert(0, str(args.path / "src"))
     from smalldiffusion import Scaled, ScheduleLogLinear, Unet, samples, training_loop
     from torch_ema import ExponentialMovingAverage
@@ -75,16 +74,14 @@ def smalldiffusion(args: argparse.Namespace) -> Sampler:
     network = Scaled(Unet)(side, 3, 3, ch=32, ch_mult=(1, 1, 2), num_res_blocks=1, attn_resolutions=(side // 4,))
     ema = ExponentialMovingAverage(network.parameters(), decay=0.999)
     epochs = math.ceil(args.updates / len(loader)) + 1
-    for number, _ in enumerate(training_loop(loader, network, schedule, epochs=epochs, lr=2e-3 if args.tuned else 7e-4)):
+    for number, _ in enumerate(training_loop(loader, network, schedule, epochs=epochs, lr=7e-4)):
         ema.update()
         if number == args.updates:
             break
 
-    sampler = {"gam": 1.0, "mu": 0.5} if args.tuned else {"gam": 1.6}
-
     def sample(count: int) -> torch.Tensor:
         with ema.average_parameters():
-            *_, images = samples(network, schedule.sample_sigmas(50 if args.tuned else 20), batchsize=count, **sampler)
+            *_, images = samples(network, schedule.sample_sigmas(20), gam=1.6, batchsize=count)
         return images / 2 + 0.5
 
     return sample
@@ -115,8 +112,8 @@ def lucidrains(args: argparse.Namespace) -> Sampler:
 
 
 def torchcfm(args: argparse.Namespace) -> Sampler:
-    """examples/images/mnist_example.ipynb: Adam of 1e-3, optimal transport of each batch, no EMA. Tuned: 2e-3, and clipping
-    and EMA as its train_cifar10.py has them, with a decay of 0.99 instead of 0.9999. 50 steps of Euler's method."""
+    """examples/images/mnist_example.ipynb: Adam of 1e-3, optimal transport of each batch, no EMA; 50 steps of Euler's
+    method, as train_cifar10.py has it with 100."""
     sys.path.insert(0, str(args.path))
     from torchcfm.conditional_flow_matching import ExactOptimalTransportConditionalFlowMatcher
     from torchcfm.models.unet import UNetModel
@@ -126,9 +123,8 @@ def torchcfm(args: argparse.Namespace) -> Sampler:
     side = data.shape[-1]
     loader = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True, drop_last=True)
     options = {"num_channels": 32, "num_res_blocks": 1, "channel_mult": (1, 2), "attention_resolutions": str(side // 2)}
-    network, average = (UNetModel(dim=(3, side, side), **options) for _ in range(2))
-    average.load_state_dict(network.state_dict())
-    optimizer = torch.optim.Adam(network.parameters(), lr=2e-3 if args.tuned else 1e-3)
+    network = UNetModel(dim=(3, side, side), **options)
+    optimizer = torch.optim.Adam(network.parameters())
     matcher = ExactOptimalTransportConditionalFlowMatcher(sigma=0.0)
     batches = (batch for _ in range(10**9) for batch in loader)
     for _ in range(args.updates):
@@ -136,16 +132,11 @@ def torchcfm(args: argparse.Namespace) -> Sampler:
         images = next(batches)
         times, between, velocity = matcher.sample_location_and_conditional_flow(torch.randn_like(images), images)
         torch.mean((network(times, between) - velocity) ** 2).backward()
-        if args.tuned:
-            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
-        with torch.no_grad():
-            for kept, new in zip(average.parameters(), network.parameters()):
-                kept.lerp_(new, 0.01 if args.tuned else 1.0)
-    average.eval()
+    network.eval()
 
     def sample(count: int) -> torch.Tensor:
-        return odeint(average, torch.randn(count, *data.shape[1:]), torch.linspace(0, 1, 51), method="euler")[-1] / 2 + 0.5
+        return odeint(network, torch.randn(count, *data.shape[1:]), torch.linspace(0, 1, 51), method="euler")[-1] / 2 + 0.5
 
     return sample
 

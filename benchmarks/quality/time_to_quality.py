@@ -66,7 +66,8 @@ ROWS = {
     "diffusers": Row("diffusers", sampler=tuple(DDPM)),
     "diffusers, tuned": Row("diffusers", (*TUNED, "squaredcos_cap_v2"), tuple(DDPM)),
     "diffusers, tuned, linear": Row("diffusers", (*TUNED, "linear"), tuple(DDPM)),
-    **{f"{name}{word}": Row(name, ("--tuned",) if word else ()) for name in RIVALS for word in ("", ", tuned")},
+    "lucidrains, tuned": Row("lucidrains", ("--tuned",)),
+    **{name: Row(name) for name in RIVALS},
 }
 
 
