@@ -1,16 +1,15 @@
-"""Which script makes the better samples of the same seconds? diffusers' train_unconditional.py, train_ddpm.py, train_edm2.py.
+"""Which training makes the better samples of the same seconds? These scripts, and those of other projects.
 
-    python benchmarks/quality/time_to_quality.py --unconditional train_unconditional.py --seconds 60 --seeds 0 1 2
-    python benchmarks/quality/time_to_quality.py --unconditional train_unconditional.py --data shapes --seconds 15 30 60 \\
-        --plot curves.svg
+    python benchmarks/quality/time_to_quality.py --rival diffusers=train_unconditional.py --rival lucidrains=FOLDER \\
+        --rival smalldiffusion=FOLDER --rival torchcfm=FOLDER --data digits --seconds 15 30 60 --plot curves.svg
 
-The digits as RGB images, or drawn shapes in color, of 16x16, in batches of 32. Three rows train the same U-Net: diffusers'
-script as it comes (given by its path, not shipped here), the same with the best of a small search over its own flags, and
-train_ddpm.py with its preset. The fourth is train_edm2.py with its own network. Seconds are those of one processor core,
-which other programs disturb little: two short runs of each script tell what an epoch takes (data, updates, reports), and a
-run makes as many epochs as fit, with its learning rate laid out for just these. evaluate.py judges all by the same reference
-and seed, with DDIM and with DDPM sampling in 50 steps; the better one counts. So each point of a curve over several
---seconds is of runs of their own, laid out for just these seconds. What is already there is not made again.
+Rivals are given by their path and not shipped here; rivals.py says what each of them gets. The data: digits as RGB images of
+16x16, 200 of them (few), or drawn shapes of 32x32. Seconds are those of one thread of a processor from the first to the last
+update, for everybody alike: the start is not counted. A short run of each row, one after the other, tells what an update
+costs, and a run makes as many as fit, with its learning rate laid out for just these. Each writes its samples as PNG files:
+rivals by their own sampler, pipelines of diffusers by generate.py. One call of evaluate.py judges all folders: distance,
+precision and recall against all images of the kind, copies against those that were trained on. What is already there is not
+made again; a table has the seeds that were asked for.
 """
 
 import argparse
@@ -20,11 +19,11 @@ import json
 import math
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -34,117 +33,172 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from benchmarks.quality.draw_shapes import draw
+from benchmarks.quality.rivals import BATCH, RIVALS, WARM
 from benchmarks.shared.real_script import ROOT
 
-BATCH, SIDE, SHAPES = 32, 16, 2000
-SHORT, LONGER = 1, 4  # epochs of the runs that tell the time of one
-AS_IT_COMES = "train_unconditional.py as it comes"
-TUNED = "train_unconditional.py, the best of its flags"
-OURS = {"train_ddpm.py": "train_ddpm.py", "train_edm2.py": "train_edm2.py"}
-RATES, SCHEDULES = ("5e-4", "2e-3"), ("linear", "squaredcos_cap_v2")
-SEARCH = [
-    ["--learning_rate", rate, "--ddpm_beta_schedule", schedule, "--use_ema", "--lr_warmup_steps", "100"]
-    for rate, schedule in itertools.product(RATES, SCHEDULES)
-]
-SAMPLERS = {"train_edm2.py": [["--sampler", "heun", "--num_inference_steps", "32"]]}
-DDPM_SAMPLERS = [["--sampler", name, "--num_inference_steps", "50"] for name in ("ddim", "ddpm")]
+SHAPES, FEW, TIMED = 2000, 200, 20  # images; images; updates that tell what one costs
+NEVER = 10**9
+DDPM, EULER, HEUN = (["--sampler", *words.split()] for words in (
+    "ddpm --num_inference_steps 50", "euler --num_inference_steps 50", "heun --num_inference_steps 32"))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    driver: str  # of rivals.py
+    flags: tuple[str, ...] = ()
+    sampler: tuple[str, ...] = ()  # of generate.py
+    batch: int = BATCH
+
+
+def _ours(script: str, preset: str, sampler: list[str], *flags: str) -> Row:
+    flags += ("--eval_steps", str(NEVER)) if preset == "few" else ()  # but once, after the last update
+    return Row(script, ("--model_preset", preset, *flags), tuple(sampler), 16 if preset in ("few", "small32") else BATCH)
+
+
+TUNED = ("--learning_rate", "2e-3", "--use_ema", "--lr_warmup_steps", "100", "--ddpm_beta_schedule")
+ROWS = {
+    "train_ddpm.py": _ours("train_ddpm.py", "digits16", DDPM),
+    "train_ddpm.py --objective flow": _ours("train_ddpm.py", "digits16", EULER, "--objective", "flow"),
+    "train_edm2.py": _ours("train_edm2.py", "digits16", HEUN),
+    "train_ddpm.py, few": _ours("train_ddpm.py", "few", DDPM),
+    "train_edm2.py, few": _ours("train_edm2.py", "few", HEUN),
+    "train_edm2.py, small32": _ours("train_edm2.py", "small32", HEUN),
+    "diffusers": Row("diffusers", sampler=tuple(DDPM)),
+    "diffusers, tuned": Row("diffusers", (*TUNED, "squaredcos_cap_v2"), tuple(DDPM)),
+    "diffusers, tuned, linear": Row("diffusers", (*TUNED, "linear"), tuple(DDPM)),
+    "lucidrains, tuned": Row("lucidrains", ("--tuned",)),
+    **{name: Row(name) for name in RIVALS},
+}
 
 
 def digits() -> Iterator[Image.Image]:
     for digit in load_digits().images:
         scan = Image.fromarray(np.round(digit * 255 / 16).astype(np.uint8))
-        yield scan.resize((SIDE, SIDE), Image.Resampling.BILINEAR).convert("RGB")
+        yield scan.resize((16, 16), Image.Resampling.BILINEAR).convert("RGB")
+
+
+def few() -> Iterator[Image.Image]:
+    return itertools.islice(digits(), FEW)
 
 
 def shapes() -> Iterator[Image.Image]:
     numbers = random.Random(0)
-    return (draw(numbers, SIDE) for _ in range(SHAPES))
+    return (draw(numbers, 32) for _ in range(SHAPES))
 
 
-DATA = {"digits": digits, "shapes": shapes}
+DATA = {"digits": digits, "few": few, "shapes": shapes}
 
 
 class Trials:
     def __init__(self, args: argparse.Namespace):
-        self.folder, self.unconditional, self.num_images = (
-            args.output_dir.resolve(),
-            args.unconditional.resolve(),
-            args.num_images,
-        )
-        self.data = self.folder / args.data
-        if not self.data.exists():
-            self.data.mkdir(parents=True)
-            for number, image in enumerate(DATA[args.data]()):
-                image.save(self.data / f"{number:04}.png")
-        self.epoch = -(-len(list(self.data.iterdir())) // BATCH)  # updates
+        self.folder, self.num_images = args.output_dir.resolve(), args.num_images
+        self.paths = {name: Path(path).resolve() for name, path in (rival.split("=", 1) for rival in args.rival)}
+        self.paths |= {script: ROOT / script for script in ("train_ddpm.py", "train_edm2.py")}
+        self.data, self.reference = (self._write(name) for name in (args.data, "digits" if args.data == "few" else args.data))
+        self.work, self.side = self.folder / f"{args.data}-runs", 32 if args.data == "shapes" else 16
+        self.timing = self.folder / f"timing-{self.side}"
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
         if importlib.util.find_spec("torchvision") is None:
             stand_in = ROOT / "benchmarks/doctor/foreign/stand_ins"
             self.environment["PYTHONPATH"] = os.pathsep.join([str(stand_in), os.environ.get("PYTHONPATH", "")])
 
-    def run(self, command: list, log: Path) -> float:
-        """Returns the seconds of processor time."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        with open(log, "w") as file:
+    def _write(self, name: str) -> Path:
+        folder = self.folder / name
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            for number, image in enumerate(DATA[name]()):
+                image.save(folder / f"{number:04}.png")
+        return folder
+
+    def run(self, *command, log: Path) -> None:
+        with open(log, "a") as file:
             command = [sys.executable, *map(str, command)]
             subprocess.run(command, check=True, env=self.environment, stdout=file, stderr=subprocess.STDOUT)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    def train(self, script: str, flags: list, epochs: int, seed: int, name: str) -> tuple[Path, float]:
-        """(the pipeline's folder, seconds of processor time)."""
-        folder = self.folder / name
-        told = folder.with_name(f"{folder.name}.json")
+    def train(self, row: Row, updates: int, seed: int, out: Path, stop_after: int | None = None) -> dict:
+        """What rivals.py told of a run, whose pipeline or samples are in the folder `out`."""
+        told = out.with_name(f"{out.name}.json")
         if not told.exists():
-            command = ["--train_data_dir", self.data, "--resolution", SIDE, "--train_batch_size", BATCH, "--output_dir", folder]
-            if script in OURS:
-                command = [ROOT / script, *command, "--model_preset", "digits16", "--image_channels", 3, "--cpu_threads", 1]
-                command += ["--max_train_steps", epochs * self.epoch, "--validation_images", 0, "--seed", seed]
-                command += ["--save_images_steps", 10**6, "--save_model_steps", 10**6, "--checkpointing_steps", 10**6]
-                command += ["--overwrite_output_dir"]
+            out.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = told.with_suffix(".unfinished")
+            command = [ROOT / "benchmarks/quality/rivals.py", row.driver if row.driver in RIVALS else "script"]
+            command += [self.paths[row.driver], "--told", unfinished, "--seed", seed]
+            command += ["--stop_after", stop_after] if stop_after else []
+            if row.driver in RIVALS:
+                command += ["--data", self.data, "--updates", updates, "--output_dir", out, "--num_images", self.num_images]
+                command += row.flags
             else:
-                command = [self.unconditional, *command, "--num_epochs", epochs, "--center_crop", "--overwrite_output_dir"]
-                command += ["--model_config_name_or_path", self.network(), "--checkpointing_steps", 10**6]
-                command += ["--save_images_epochs", 10**6, "--save_model_epochs", 10**6, "--eval_batch_size", 1]
-                command += ["--ddpm_num_inference_steps", 2]
-            told.write_text(json.dumps(self.run([*command, *flags], folder.with_name(f"{folder.name}.log"))))
-        return folder, json.loads(told.read_text())
+                command += ["--", *self._flags(row, updates, seed, out), *row.flags]
+            self.run(*command, log=out.with_name(f"{out.name}.log"))
+            unfinished.rename(told)
+        return json.loads(told.read_text())
+
+    def _flags(self, row: Row, updates: int, seed: int, out: Path) -> list:
+        """Of a script. Nothing is saved, sampled or validated before the end."""
+        flags = ["--train_data_dir", self.data, "--resolution", self.side, "--train_batch_size", row.batch]
+        flags += ["--output_dir", out, "--overwrite_output_dir", "--checkpointing_steps", NEVER]
+        if row.driver == "diffusers":
+            epochs = max(1, round(updates / math.ceil(len(list(self.data.iterdir())) / row.batch)))
+            flags += ["--num_epochs", epochs, "--model_config_name_or_path", self.network(), "--center_crop"]
+            flags += ["--save_images_epochs", NEVER, "--save_model_epochs", NEVER]
+            return [*flags, "--eval_batch_size", 1, "--ddpm_num_inference_steps", 2]
+        flags += ["--max_train_steps", updates, "--image_channels", 3, "--cpu_threads", 1, "--seed", seed]
+        flags += ["--validation_images", 0, "--save_images_steps", NEVER, "--save_model_steps", NEVER]
+        return flags
 
     def network(self) -> Path:
-        """The config of the network that the preset of train_ddpm.py has."""
-        folder, _ = self.train("train_ddpm.py", [], SHORT, 0, "timing/train_ddpm.py-short")
-        return folder / "unet"
+        """The config of the network that digits16 has: diffusers' script trains the same."""
+        self.train(ROWS["train_ddpm.py"], 2, 0, self.timing / "network")
+        return self.timing / "network/unet"
 
-    def epochs(self, script: str, flags: list, seconds: float, name: str) -> int:
-        """Epochs that fit into the seconds."""
-        times = [self.train(script, flags, count, 0, f"timing/{name}-{word}")[1] for count, word in
-                 ((SHORT, "short"), (LONGER, "longer"))]  # fmt: skip
-        return max(1, round(seconds * (LONGER - SHORT) / (times[1] - times[0])))
+    def seconds_of_update(self, name: str, seconds: float) -> float:
+        """By a run that is laid out for about so many `seconds` and stopped: what it does now and then, it does as often."""
+        row, guess = ROWS[name], max(WARM + TIMED + 1, round(8 * seconds))
+        return self.train(row, guess, 0, self.timing / name, WARM + TIMED)["seconds_of_update"]
 
-    def distance(self, script: str, pipeline: Path) -> float:
-        return min(self.evaluate(pipeline, sampler) for sampler in SAMPLERS.get(script, DDPM_SAMPLERS))
+    def samples(self, name: str, seconds: float, updates: int, seed: int) -> tuple[Path, dict]:
+        """(a folder of PNG files, what rivals.py told of their training)."""
+        row, out = ROWS[name], self.work / f"{seconds:g}/{name}-{seed}"
+        told = self.train(row, updates, seed, out)
+        if not row.sampler:
+            return out, told
+        images = out.with_name(f"{out.name}-samples")
+        if (images / f"{self.num_images - 1:06}.png").exists():
+            return images, told
+        flags = [
+            "--pipeline",
+            out,
+            "--output_dir",
+            images,
+            "--num_images",
+            self.num_images,
+            "--batch_size",
+            100,
+            "--seed",
+            seed,
+        ]
+        self.run(ROOT / "generate.py", *flags, "--quiet", *row.sampler, log=out.with_name(f"{out.name}.log"))
+        return images, told
 
-    def evaluate(self, pipeline: Path, sampler: list) -> float:
-        told = pipeline.with_name(f"{pipeline.name}-{sampler[1]}.json")
-        if not told.exists():
-            out = pipeline.with_name(f"{pipeline.name}-{sampler[1]}")
-            command = [ROOT / "evaluate.py", "--pipeline", pipeline, "--train_data_dir", self.data, "--resolution", 16]
-            command += ["--num_images", self.num_images, "--cpu_threads", 1, "--output_dir", out, "--json", *sampler]
-            log = out.with_suffix(".log")
-            self.run(command, log)
-            told.write_text(log.read_text()[log.read_text().index("{") :])
-        return json.loads(told.read_text())["results"][0]["figures"]["fd"]
+    def evaluate(self, folders: list[Path], reference: Path) -> list[dict]:
+        out = self.work / "evaluation"
+        flags = ["--reference", reference, "--resolution", self.side, "--no_classes"]
+        command = [ROOT / "evaluate.py", "--images", *folders, *flags, "--cpu_threads", 1, "--output_dir", out, "--quiet"]
+        self.run(*command, log=self.work / "evaluation.log")
+        return [result["figures"] for result in json.loads((out / "evaluation.json").read_text())["results"]]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--unconditional", type=Path, required=True, help="diffusers' train_unconditional.py")
+    parser.add_argument(
+        "--rival", action="append", default=[], metavar="NAME=PATH", help="diffusers: its script; others: folders"
+    )
+    parser.add_argument("--rows", nargs="+", choices=ROWS, help="(all whose rival was given)", metavar="ROW")
     parser.add_argument("--data", choices=DATA, default="digits")
-    parser.add_argument("--seconds", type=float, nargs="+", default=[60.0], help="of one core, for the updates")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="diffusers' script has no seed: as many runs")
-    parser.add_argument("--num_images", type=int, default=1000, help="samples that are judged")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/time-to-quality"), help="of one --data")
+    parser.add_argument("--seconds", type=float, nargs="+", default=[60.0], help="of one thread, for the updates")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--num_images", type=int, default=500, help="samples that are judged")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/time-to-quality"))
     parser.add_argument("--plot", type=Path, help="the medians over the seconds, as an SVG file")
     return parser.parse_args(argv)
 
@@ -152,29 +206,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     trials = Trials(args)
-    print("| script | seconds | updates | distance of each run | median |\n|---|---|---|---|---|")
-    curves: dict[str, list[float]] = {}
+    rows = args.rows or [name for name, row in ROWS.items() if row.driver in trials.paths]
+    costs = {name: trials.seconds_of_update(name, max(args.seconds)) for name in rows}
+    print("| row | seconds | updates | fd_randconv of each run | median | precision | recall | copies |\n" + "|---" * 8 + "|")
+    curves: dict[str, list[float]] = {name: [] for name in rows}
     for seconds in args.seconds:
-        found = {}
-        for number, flags in enumerate(SEARCH):
-            epochs = trials.epochs(TUNED, flags, seconds, f"search-{number}")
-            pipeline, _ = trials.train(TUNED, flags, epochs, 0, f"{seconds:g}/search-{number}")
-            found[number] = trials.distance(TUNED, pipeline)
-        best = min(found, key=lambda number: found[number])
-        rows = {AS_IT_COMES: [], TUNED: SEARCH[best], **{script: [] for script in OURS}}
-        for script, flags in rows.items():
-            name = {AS_IT_COMES: "as-it-comes", TUNED: f"search-{best}"}.get(script, script)
-            epochs, distances = trials.epochs(script, flags, seconds, name), []
-            for seed in args.seeds:
-                again = f"{name}-{seed}" if script != TUNED or seed != args.seeds[0] else name  # the search has made one
-                pipeline, _ = trials.train(script, flags, epochs, seed, f"{seconds:g}/{again}")
-                distances.append(trials.distance(script, pipeline))
-            told = " ".join(f"{each:.1f}" for each in distances)
-            words = script + (f" ({' '.join(flags)})" if flags else "")
-            curves.setdefault(script, []).append(statistics.median(distances))
-            print(f"| {words} | {seconds:g} | {epochs * trials.epoch} | {told} | {curves[script][-1]:.1f} |", flush=True)
-            if args.plot:
-                plot(curves, args.seconds, args.plot)
+        runs = {}
+        for seed, name in itertools.product(args.seeds, rows):  # all rows of a seed: a busy hour of the machine is everybody's
+            runs[name, seed] = trials.samples(name, seconds, max(2, round(seconds / costs[name])), seed)
+        folders = [folder for folder, _ in runs.values()]
+        quality = dict(zip(runs, trials.evaluate(folders, trials.reference)))
+        copies = dict(zip(runs, trials.evaluate(folders, trials.data))) if trials.data != trials.reference else quality
+        for name in rows:
+            of = [quality[name, seed] for seed in args.seeds]
+            told = [runs[name, seed][1] for seed in args.seeds]
+            precision, recall = (statistics.median(each[key] for each in of) for key in ("precision", "recall"))
+            copied = statistics.median(copies[name, seed]["memorisation"]["copies"] for seed in args.seeds)
+            curves[name].append(statistics.median(each["fd"] for each in of))
+            spent = " ".join(f"{each['seconds']:.0f}" for each in told)
+            each = " ".join(f"{figures['fd']:.1f}" for figures in of)
+            cells = [name, spent, told[0]["updates"], each, f"{curves[name][-1]:.1f}"]
+            print(f"| {' | '.join(map(str, cells))} | {precision:.2f} | {recall:.2f} | {copied:.1%} |", flush=True)
+        real = next(iter(copies.values()))["memorisation"]["copies_real"]
+        print(f"real images: fd_randconv {next(iter(quality.values()))['floor']['fd']:.2f}, copies {real:.1%}")
+        if args.plot:
+            plot(curves, args.seconds, args.plot)
 
 
 def plot(curves: dict[str, list[float]], seconds: list[float], path: Path) -> None:
