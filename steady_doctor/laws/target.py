@@ -135,7 +135,7 @@ def known(seen: Seen) -> Iterator[Found]:
         not found.fits
         and found.kind
         and not found.single
-        and found.is_slip()
+        and (found.skips or found.is_slip())
         and (found.is_told or not found.is_multiple(found.scale))
     ):
         pairs = [(round(float(p), 3), round(float(q), 3)) for p, q in list(zip(found.p, found.q))[:4]]
