@@ -13,7 +13,7 @@ from steady_doctor.seen import Seen
 
 REST = 2e-2  # of the target, that is neither of this image nor of this noise
 CLOSE = 2e-2  # of the shares
-EXACT = 2e-3  # of the shares: the mean of the next image is nearly the input itself
+EXACT = 2e-4  # of the shares: the mean of the next image is nearly the input itself
 NEARLY = 5e-2  # of the shares of a known target: what is nearer trains the same
 EXPONENTS = (-1.0, 0.0, 0.5, 1.0, 2.0)  # of shares
 WIDE = 2.0  # times: by less, a wrong factor of all targets would look like a function of the level
@@ -135,7 +135,7 @@ def known(seen: Seen) -> Iterator[Found]:
         not found.fits
         and found.kind
         and not found.single
-        and (found.skips or found.is_slip())
+        and ((found.skips and found.kind in ("edm", "ve")) or found.is_slip())
         and (found.is_told or not found.is_multiple(found.scale))
     ):
         pairs = [(round(float(p), 3), round(float(q), 3)) for p, q in list(zip(found.p, found.q))[:4]]

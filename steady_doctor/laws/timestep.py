@@ -167,7 +167,7 @@ def covered(seen: Seen) -> Iterator[Found]:
 def _piled(place: Tensor, low: float, high: float) -> float | None:
     """The share of the levels that stand at one end, where it is far more than at any other level: a student may have few."""
     inner = place[(place > low + 1e-9) & (place < high - 1e-9)]
-    most = float(inner.unique(return_counts=True)[1].max()) / len(place) if len(inner) else 1.0
+    most = float((inner * 1e4).round().unique(return_counts=True)[1].max()) / len(place) if len(inner) else 1.0
     share = max(float((place <= low + 1e-9).double().mean()), float((place >= high - 1e-9).double().mean()))
     return share if share > max(0.15, 3 * most) else None
 

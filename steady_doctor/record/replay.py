@@ -1,5 +1,6 @@
 """What a tape tells: which operations a value needs, and the value itself, computed again."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -66,16 +67,25 @@ class Replay:
             grad: whether the result has a gradient.
             anew: from the sources alone, and not from what was kept of layers.
             through: with a gradient also where the script took none.
-            exact: in float64 what the script did in float32, as far as it depends on the values `instead`. All else is as the
-                script had it: in float64 a threshold or a rounding on the way could go the other way.
+            exact: in float64 what the script did in float32, from the values that it had. Where an operation has no float64,
+                only what depends on the values `instead`, and all else as the script had it.
 
         Raises:
             NotRecorded: something on the way was not kept, and cannot be repeated, or does not take the values `instead`.
         """
         instead = instead or {}
         given = instead if anew else self.held | instead
+        ops = self.upstream(op, given)
+        if exact:
+            with contextlib.suppress(NotRecorded, RuntimeError):
+                return self._again(op, instead, given, grad, through, wide=set(ops))
+        return self._again(op, instead, given, grad, through, wide=_depending(ops, instead) if exact else set())
+
+    def _again(
+        self, op: Op, instead: dict[Op, Tensor], given: dict[Op, Tensor], grad: bool, through: bool, wide: set[Op]
+    ) -> Tensor:
+        """As `value` has it, `wide` operations in float64."""
         tensors: dict[int, Tensor] = {}
-        wide = self._depends(self.upstream(op, given), instead) if exact else set()
         for each in self.upstream(op, given):
             precise = _in_float64 if each in wide else _as_it_is
             with torch.set_grad_enabled(grad and (each.with_grad or through)):
@@ -102,16 +112,16 @@ class Replay:
                     tensors.update(zip(each.outs, tensors_in(result)))
         return tensors[op.result]
 
-    @staticmethod
-    def _depends(ops: list[Op], instead: Iterable[Op]) -> set[Op]:
-        """Those of which the value depends on these; all, where such a value is written into another tensor."""
-        found = set(instead)
-        for op in ops:
-            if any(need in found for need in op.needs):
-                if any(last not in found for number, last in op.reads if number in op.writes):
-                    return set(ops)
-                found.add(op)
-        return found
+
+def _depending(ops: list[Op], instead: Iterable[Op]) -> set[Op]:
+    """Those of which the value depends on these; all, where such a value is written into another tensor."""
+    found = set(instead)
+    for op in ops:
+        if any(need in found for need in op.needs):
+            if any(last not in found for number, last in op.reads if number in op.writes):
+                return set(ops)
+            found.add(op)
+    return found
 
 
 def _filled(value: Any, tensors: dict[int, Tensor], precise: Callable[[Any], Any]) -> Any:
