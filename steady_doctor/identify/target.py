@@ -308,7 +308,8 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _shares(tape: Tape, mixture: Mixture, value: Tensor, target: Target) -> None:
     """Least squares of the target's `value` by the clean image and the noise, for each sample, where there is noise. Of noise
     that several draws were added up to, some of them may be asked for."""
-    known = (torch.isfinite(value) & (mixture.where > 0)).flatten(1).double() * (mixture.b != 0)[:, None]
+    is_noised = (mixture.where > 0) & (mixture.b != 0).to(value.device).reshape(-1, *[1] * (value.ndim - 1))
+    known = (torch.isfinite(value) & is_noised).flatten(1).double()
     y = torch.nan_to_num(value).double().flatten(1) * known
     target.seen, target.noised = known.mean(1) > 0.02, bool(known.any())
     parts = [op for op in tape.upstream(mixture.noise) if op.floating and op.content and numel(op) == value.numel()]
