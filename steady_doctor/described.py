@@ -91,7 +91,8 @@ def _averages(seen: Seen) -> str:
         return ""
     single = [float(decays[0]) for decays in said if len(decays) == 1]
     rises = len(single) == 2 and 1 - single[1] < RISES * (1 - single[0])
-    left = single[-1] ** seen.updates if single and not rises else 0.0
+    from_begin = len(single) == len(said) and all(step.update.averages for step in seen.steps)
+    left = single[-1] ** seen.updates if single and not rises and from_begin else 0.0
     begin = f" ({left:.0%} of them is still the network before training)" * (left > HALF and seen.updates >= MANY)
     return f"averages of {' and '.join(said[-1])}{' so far' * rises}{begin}"
 

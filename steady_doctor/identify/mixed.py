@@ -29,7 +29,7 @@ class Mixture:
     noise_value: Tensor
     draws: list[Op]  # the sources of the noise
     b: Tensor
-    where: Tensor  # 1 where there is noise, and in samples of which none of it has any; else 0
+    where: Tensor  # 1 where there is noise, and everywhere if no sample has it in parts alone; else 0
     clean: Op | None = None
     clean_value: Tensor | None = None
     a: Tensor | None = None

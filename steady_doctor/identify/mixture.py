@@ -136,8 +136,9 @@ def _mixture(tape: Tape, op: Op, noises: int, levels: int) -> Mixture | None:
         where = (share.abs() > 1e-9 * share.abs().max()).to(value)
         if float(where.mean()) < LEAST_PART or not _reaches_all(where, noise.shape):
             continue
-        some = where.flatten(1).any(1).reshape(-1, *[1] * (where.ndim - 1))
-        where = torch.where(some, where, 1.0)  # samples whose level has no noise are images
+        some = where.flatten(1).any(1)
+        if bool(where[some].all()):  # else a mask may leave nothing of a sample; here its level has no noise
+            where = torch.ones_like(where)
         b, rest = multiple(share * where, spread * where)
         if float(rest.max()) < LINEAR:
             draws = list(tape.sources(noise.content))

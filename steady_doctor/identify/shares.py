@@ -25,11 +25,13 @@ def find_table(tape: Tape, mixture: Mixture) -> None:
         rows = max(op.reads[0][1].shape)
         mixture.index, mixture.index_range = index.flatten(), _range_of(which[0], tape)
         chosen = torch.linspace(0, rows - 1, LOOKED_AT).round().to(index)
-        shares = []
+        shares, places = [], torch.nonzero(mixture.where.flatten(1).any(1).cpu()).flatten()  # of which a mask leaves something
         try:
-            for some in chosen.split(mixture.size):
-                instead = torch.cat([some, some[-1:].expand(mixture.size - len(some))]).reshape(index.shape)
-                shares.append([share[: len(some)] for share in shares_at(tape, mixture, {which[0]: instead})])
+            for some in chosen.split(len(places)):
+                at, instead = places[: len(some)].to(index.device), index.flatten().clone()
+                instead[at] = some
+                found = shares_at(tape, mixture, {which[0]: instead.reshape(index.shape)})
+                shares.append([share[at.to(share.device)] for share in found])
         except NotRecorded:  # the row after it is picked, too
             return
         a, b = (torch.cat(list(one)) for one in zip(*shares))

@@ -11,7 +11,7 @@ from steady_doctor.seen import Seen
 CLOSE = 2e-3  # of the larger share; half precision rounds to 4e-3
 MOST_LEFT = 0.2  # of the noise, at the images' end of a line
 EXPONENTS = (0.5, 1.0, 2.0, 4.0)  # of shares
-SCATTERED = 0.02  # of the largest share of noise: by more it grows though that of the image does, too
+SCATTERED = 0.02  # of the largest share of noise: by less it neither rises nor falls
 LEAST = 4  # samples, before a path is told
 SAME = 1e-3  # of the largest share
 
@@ -43,9 +43,10 @@ class Levels:
 def levels(seen: Seen) -> Levels | None:
     """None where no image was seen in the network's input, or too few."""
     known = [one.mixture for _, one in seen.mixed() if one.mixture.a is not None]
-    if sum(mixture.size for mixture in known) < LEAST:
+    a, b = (torch.cat([torch.zeros(0), *(getattr(mixture, name) for mixture in known)]) for name in "ab")
+    a, b = (share[a.abs() + b.abs() > 0] for share in (a, b))  # a mask may leave nothing of a sample
+    if len(a) < LEAST:
         return None
-    a, b = (torch.cat([getattr(mixture, name) for mixture in known]) for name in "ab")
     half = any(mixture.input.dtype in (torch.float16, torch.bfloat16) for mixture in known)
     return Levels(a, b, *kind_of(a, b, 4 * CLOSE if half else CLOSE))
 
@@ -65,14 +66,25 @@ def is_slip(a: Tensor, b: Tensor) -> bool:
     share, or two levels in one sample. Other shares may be those of a path that is not known here."""
     if float((b.max() - b.min()) / b.abs().max()) <= SAME:
         return True
-    rises = b[a.argsort()]
-    if float((rises - rises.cummin(0).values).max()) > SCATTERED * float(b.abs().max()):
+    if _turns(b[a.argsort()].tolist(), SCATTERED * float(b.abs().max())) > 1:
         return True
     powers = [[x.clamp(min=0) ** exponent for exponent in EXPONENTS] for x in (a, b)]
     sums = [one + other for one, other in itertools.product(*powers)]
     if float(a.min()) > 0:  # scales that are made for another noise
         sums += [rest / rest.median() for exponent in EXPONENTS for rest in [a**-2 - (b / a).clamp(min=0) ** exponent]]
     return any(bool(((total - 1).abs() <= CLOSE).all()) for total in sums)
+
+
+def _turns(values: list[float], least: float) -> int:
+    """How often they begin to rise or to fall, by more than `least`."""
+    turns, rises, end = 0, 0, values[0]
+    for value in values:
+        if abs(value - end) > least:
+            way = 1 if value > end else -1
+            turns, rises = turns + (rises == -way), way
+        if abs(value - end) > least or (value - end) * rises > 0:
+            end = value
+    return turns
 
 
 def kind_of(a: Tensor, b: Tensor, close: float = CLOSE) -> tuple[str, float]:

@@ -51,7 +51,8 @@ def told(seen: Seen) -> Iterator[Found]:
     known = [(update, mixture) for update, mixture in known if mixture.told]
     ratios = torch.cat([_log_ratio(mixture) for _, mixture in known])
     rounded = any(mixture.told_rounded for _, mixture in known)
-    told = torch.cat([mixture.told[0] for _, mixture in known])
+    mixed = torch.cat([mixture.a.abs() + mixture.b.abs() > 0 for _, mixture in known])  # of the others nothing is known
+    told, ratios = torch.cat([mixture.told[0] for _, mixture in known])[mixed], ratios[mixed]
     if len(ratios) > 1 and float(ratios.max() - ratios.min()) > 10 * MOVED and not _follows(told, ratios, rounded):
         pairs = list(zip(known[0][1].told[0].tolist(), ratios.tolist()))[:4]
         yield Found("timestep-other", known[0][0], {"pairs": pairs})

@@ -138,6 +138,32 @@ def test_the_rest_of_an_image_beside_another_one_comes_to_that_with_little_noise
     assert train(network, loss_of)[0] == []
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_mask_that_leaves_nothing_of_a_sample_tells_nothing_of_its_level(keeps):
+    network = Network(2 * C)
+
+    def loss_of(x0):
+        t, noise, mask = torch.randint(0, T, (len(x0),)), torch.randn_like(x0), (torch.rand_like(x0) < 0.5).float()
+        mask[0] = 0
+        noisy = column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise
+        given = torch.where(mask > 0, noisy, x0) if keeps else mask * noisy
+        return (mask * (network(torch.cat([given, (1 - mask) * x0], 1), t) - noise) ** 2).sum() / mask.sum()
+
+    assert train(network, loss_of)[0] == []
+
+
+def test_noise_that_rises_and_falls_as_the_image_grows_may_be_a_path():
+    """Graves et al. 2023, equation 78: Bayesian flow networks."""
+    network = Network()
+
+    def loss_of(x0):
+        t, noise = torch.rand(len(x0)), torch.randn_like(x0)
+        share = column(1 - 0.02 ** (2 * t))
+        return mse_loss(network(share * x0 + (share * (1 - share)).sqrt() * noise, t), noise)
+
+    assert train(network, loss_of)[0] == []
+
+
 class Gated(nn.Module):
     """Of points: each layer is multiplied by what others make of the time, and the network adds its input."""
 

@@ -24,14 +24,14 @@ def use_a_cache_that_can_be_written(options: Any) -> None:
     if asked and not os.path.isdir(asked):  # packed images can be read where nothing can be written
         make_folder(Path(asked), "--cache_dir")
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface")
-    home = os.environ.get("HF_HOME") or default
+    home = os.path.expandvars(os.path.expanduser(os.environ.get("HF_HOME") or default))
     usual = os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")
-    if not usual.startswith("~") and _writable(usual):  # ~: which nobody has who has no name
+    if _writable(usual):
         return
     places = [asked or beside, os.path.join(tempfile.gettempdir(), f"steady-diffusion-{os.getuid()}")]
     below = Path(next(filter(_writable, places), places[0])).absolute()
     os.environ["HF_DATASETS_CACHE"] = str(below / "huggingface" / "datasets")
-    if not os.path.isdir(os.path.join(home, "hub")):  # else what was downloaded can be read there
+    if not _writable(home) and not os.path.isdir(os.path.join(home, "hub")):  # else what was downloaded can be read there
         os.environ["HF_HOME"] = str(below / "huggingface")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(below / "torchinductor"))  # torch asks for the user's name
     if os.environ.get("RANK", "0") == "0" and not getattr(options, "quiet", False):
@@ -39,6 +39,8 @@ def use_a_cache_that_can_be_written(options: Any) -> None:
 
 
 def _writable(folder: str) -> bool:
+    if folder.startswith("~"):  # which nobody has who has no name
+        return False
     with contextlib.suppress(OSError):
         os.makedirs(folder, exist_ok=True)
         return os.access(folder, os.W_OK)

@@ -310,14 +310,17 @@ def _iterate(loader: DataLoader, images: ImageSet, size: int) -> Iterator[dict]:
     try:
         with signals_held():
             iterator = iter(loader)
-    except OSError as error:  # too many files or processes
+    except (OSError, RuntimeError) as error:  # too many files, processes or threads
+        if not isinstance(error, OSError) and "can't start new thread" not in str(error):
+            raise
+        reason = getattr(error, "strerror", None) or error
         for child in set(multiprocessing.active_children()) - others:  # they ignore what Python ends them with
             child.kill()
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if isinstance(half_made := frame.f_locals.get("self"), _MultiProcessingDataLoaderIter):
                 half_made._shutdown = True  # else it tries to end what it has not made
         print(
-            f"note: cannot start {loader.num_workers} workers ({error.strerror or error}): images are read in the training "
+            f"note: cannot start {loader.num_workers} workers ({reason}): images are read in the training "
             "process; set a smaller --dataloader_num_workers",
             file=sys.stderr,
         )
