@@ -43,7 +43,9 @@ class Levels:
 def levels(seen: Seen) -> Levels | None:
     """None where no image was seen in the network's input, or too few."""
     known = [one.mixture for _, one in seen.mixed() if one.mixture.a is not None]
-    a, b = (torch.cat([torch.zeros(0), *(getattr(mixture, name) for mixture in known)]) for name in "ab")
+    if not known:
+        return None
+    a, b = (torch.cat([getattr(mixture, name) for mixture in known]) for name in "ab")
     a, b = (share[a.abs() + b.abs() > 0] for share in (a, b))  # a mask may leave nothing of a sample
     if len(a) < LEAST:
         return None
