@@ -165,18 +165,8 @@ class Trials:
         images = out.with_name(f"{out.name}-samples")
         if (images / f"{self.num_images - 1:06}.png").exists():
             return images, told
-        flags = [
-            "--pipeline",
-            out,
-            "--output_dir",
-            images,
-            "--num_images",
-            self.num_images,
-            "--batch_size",
-            100,
-            "--seed",
-            seed,
-        ]
+        flags = ["--pipeline", out, "--output_dir", images, "--num_images", self.num_images]
+        flags += ["--batch_size", 100, "--seed", seed]
         self.run(ROOT / "generate.py", *flags, "--quiet", *row.sampler, log=out.with_name(f"{out.name}.log"))
         return images, told
 
@@ -250,7 +240,8 @@ def plot(curves: dict[str, list[float]], seconds: list[float], path: Path) -> No
     for power in range(math.ceil(lows[1]), math.floor(highs[1]) + 1):
         _, y = place(seconds[0], 10**power).split(",")
         parts.append(f'<path d="M60 {y}H480" stroke="#ddd"/>' + text.format(52, y, "#555", "end", f"{10**power:,}"))
-    for number, ((script, distances), color) in enumerate(zip(curves.items(), ("#888", "#b35", "#06c", "#084"))):
+    for number, (script, distances) in enumerate(curves.items()):
+        color = f"hsl({360 * number // len(curves)} 80% 35%)"
         points = [place(*point) for point in zip(seconds, distances)]
         parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="2"/>')
         parts += ['<circle cx="{}" cy="{}" r="3" fill="{}"/>'.format(*point.split(","), color) for point in points]
@@ -258,8 +249,9 @@ def plot(curves: dict[str, list[float]], seconds: list[float], path: Path) -> No
     parts.append(
         text.format(270, 350, "#555", "middle", "seconds of one core") + text.format(60, 12, "#555", "start", "fd_randconv")
     )
-    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 500 460" width="500" font-family="sans-serif" font-size="12">'
-    path.write_text(f'{head}<rect width="500" height="460" fill="#fff"/>{"".join(parts)}</svg>\n')
+    height, font = 388 + 18 * len(curves), 'font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 500 {height}" width="500" {font}>'
+    path.write_text(f'{head}<rect width="500" height="{height}" fill="#fff"/>{"".join(parts)}</svg>\n')
 
 
 if __name__ == "__main__":

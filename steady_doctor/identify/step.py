@@ -192,7 +192,7 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
         mixture.behind_frozen,
         _noised(tape, mixture),
         _changed_by(tape, mixture),
-        sum(numel(source) >= mixture.value.numel() for source in tape.sources(mixture.image)) > 1,
+        sum(one.kind != "drawn" and numel(one) >= mixture.value.numel() for one in tape.sources(mixture.image)) > 1,
     )
 
 

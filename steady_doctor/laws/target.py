@@ -8,7 +8,7 @@ from torch import Tensor
 
 from steady_doctor.found import Found
 from steady_doctor.identify.step import Pass
-from steady_doctor.laws.paths import Levels, levels
+from steady_doctor.laws.paths import LEAST, Levels, levels
 from steady_doctor.seen import Seen
 
 REST = 2e-2  # of the target, that is neither of this image nor of this noise
@@ -78,6 +78,8 @@ class Asks:
         ]
         close = EXACT * float(torch.maximum(self.p.abs(), self.q.abs()).max())
         shares = [(self.p - sign * self.a, self.q - sign * self.b) for sign in (0, 1, -1)]
+        if len(self.p) < 2 * LEAST:
+            return False
         return any(all(any(_is_multiple(one, power, close) for power in powers) for one in pair) for pair in shares)
 
     def _known(self, scale: float) -> dict[str, tuple[Tensor, Tensor]]:

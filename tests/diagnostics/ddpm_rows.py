@@ -357,6 +357,7 @@ PLAIN_DDPM = [
     row("", LOSS, VELOCITY + OUTPUT + "loss = F.mse_loss(out, v)"),
     row("", LOSS, BEFORE + NEXT_MEAN + OUTPUT + "loss = F.mse_loss(out, of_x0 * x0 + of_x_t * x_t)"),
     row("", *SCALED),
+    row("", *loss("F.mse_loss(out, noise * (0.97 + 0.03 * a))")),
     row("", ALPHA_BAR, ALPHA_BAR + ".flip(0)"),
     row("", *loss(f"F.l1_loss(out, noise)\n{SPECTRUM}loss = loss + 0.1 * F.l1_loss(*spectra)")),
     row("", *weighed("snr.clamp(max=5) / snr")),

@@ -196,7 +196,7 @@ def test_a_global_batch_that_does_not_divide_is_refused(server, script, run_to_r
     command = [script, *flags, "--resume_from_checkpoint", "latest", "--train_batch_size", 3]
     said = server.run(command, 3, ends=2)  # by whichever rank is first, and by no other
     assert said.count("global_batch_size: 8 in the checkpoint, 9 now") == 1
-    assert "\nadd --global_batch_size 8: the other two follow from it\n" in said
+    assert "\nadd --global_batch_size 8, and leave out --train_batch_size" in said
     assert [path.name for path in list_checkpoints(folder)][-1] == "checkpoint-8"
 
 

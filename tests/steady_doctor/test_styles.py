@@ -153,7 +153,7 @@ def test_a_mask_that_leaves_nothing_of_a_sample_tells_nothing_of_its_level(keeps
 
 
 def test_noise_that_rises_and_falls_as_the_image_grows_may_be_a_path():
-    """Graves et al. 2023, equation 78: Bayesian flow networks."""
+    """As in Bayesian flow networks (Graves et al. 2023)."""
     network = Network()
 
     def loss_of(x0):
@@ -258,6 +258,13 @@ def test_a_table_of_sigmas():
     is_healthy(network, loss_of, "variance-preserving path, epsilon")
     is_healthy(network, lambda x0: exploding(network, sigmas, x0), "images + sigma noise, epsilon")
     assert train(network, lambda x0: exploding(network, sigmas[:200], x0))[0] == ["input-signal-left"]
+    assert train(network, lambda x0: exploding(network, sigmas[:60], x0))[0] == []  # for photographs that are noisy themselves
+
+
+def test_masks_have_any_range_and_images_from_0_to_1_have_not():
+    network, whole = Network(), pictures() / 2 + 0.5
+    assert train(network, vp(network), data=whole)[0] == ["data-unsigned"]
+    assert train(network, vp(network), data=whole.round())[0] == []
 
 
 def test_a_short_schedule_is_fine_where_a_hint_of_each_image_tells_what_noise_leaves():

@@ -236,7 +236,10 @@ def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | 
         else:
             advice = f"use the checkpoint's values, or add: --allow_option_change {' '.join(changed)}"
             if "global_batch_size" in changed and "global_batch_size" in saved:
-                advice = f"add --global_batch_size {saved['global_batch_size']}: the other two follow from it\n{advice}"
+                advice = (
+                    f"add --global_batch_size {saved['global_batch_size']}, and leave out --train_batch_size and "
+                    f"--gradient_accumulation_steps\n{advice}"
+                )
         raise UserError("\n".join(["these options would change the run that is resumed:", *lines, advice]))
     why = dict.fromkeys(differing, "--allow_option_change allows it") | dict.fromkeys(moved, "the content is the same")
     if "pretrained" in moved:
