@@ -125,6 +125,11 @@ def draws(func: Any, args: tuple, kwargs: dict) -> bool:
     return bool(args[place] if place < len(args) else kwargs.get("dropout_p", default))
 
 
+def takes_shape(name: str) -> bool:
+    """Whether an operation of this name takes the shape of what it reads, and none of its numbers."""
+    return name.endswith("_like") or name.startswith("new_")
+
+
 def written_by(traits: Traits, args: tuple, kwargs: dict) -> list[Tensor]:
     """The arguments that such an operation writes to."""
     return [tensor for at, name in traits.writes for tensor in tensors_in(args[at] if at < len(args) else kwargs.get(name))]

@@ -109,6 +109,8 @@ class Replay:
                         if not instead:  # of the script's own values: an error of ours, which is said
                             raise
                         raise NotRecorded(f"{each.name} does not take these values") from error
+                    if "empty" in each.name:  # whatever the script had there, here it may be what was just computed
+                        result.zero_()
                     tensors.update(zip(each.outs, tensors_in(result)))
         return tensors[op.result]
 

@@ -9,6 +9,7 @@ from torch import nn
 from watched import plain_ddpm
 
 from steady_doctor.doctor import Doctor
+from steady_doctor.identify.mixture import find_mixture
 from steady_doctor.record.copies import Copies
 from steady_doctor.record.ops import Op
 from steady_doctor.record.samples import SAMPLED, Samples
@@ -64,6 +65,21 @@ def test_samples_stay_as_they_were():
     samples = Samples([weight])
     weight.zero_()
     assert samples.rows.tolist() == [[1.0] * SAMPLED]
+
+
+def test_memory_that_nobody_wrote_is_no_value():
+    images, network = torch.rand(4, 3, 8, 8), nn.Conv2d(3, 3, 1)
+    tape = Tape(network.parameters())
+    with tape:
+        noise = torch.empty_like(images).normal_()
+        given = torch.zeros_like(images).add_(0.6 * images + 0.8 * noise)
+        loss = (network(given) - noise).square().mean()
+        tape.root(loss)
+    empty = next(op for op in tape.ops if op.name == "empty_like")
+    assert not (empty.content or tape.op_of(noise).content == tape.op_of(images).content)
+    del given  # its memory is the next that torch gives
+    assert not tape.value(empty).any()
+    assert find_mixture(tape, tape.roots[0]).image == tape.op_of(images).content
 
 
 def test_a_tape_is_gone_without_the_garbage_collector():
