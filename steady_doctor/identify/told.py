@@ -87,7 +87,7 @@ def told_mixture(recorded: Recorded, forward: list[Op], place: int) -> tuple[Mix
 def _input(tape: Tape, given: list[Given], size: int, clean: int, noise: int) -> Op:
     """What meets the network's first layer, in the size of the image: constant channels may stand beside it. Raises Nothing."""
     may_be = [op for each in given for op in (each.value, *reversed(tape.upstream(each.value)))]
-    may_be = [op for op in may_be if op.floating and numel(op) == size and not op.fronts]
+    may_be = [op for op in may_be if op.floating and numel(op) == size and not op.fronts and not op.name.endswith("_like")]
     ranks = [bool(op.content & noise) + bool(op.content & clean) for op in may_be]
     if not may_be:
         raise Nothing("nothing-given")

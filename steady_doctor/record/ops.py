@@ -125,9 +125,9 @@ def draws(func: Any, args: tuple, kwargs: dict) -> bool:
     return bool(args[place] if place < len(args) else kwargs.get("dropout_p", default))
 
 
-def takes_shape(name: str) -> bool:
-    """Whether an operation of this name takes the shape of what it reads, and none of its numbers."""
-    return name.endswith("_like") or name.startswith("new_")
+def is_unwritten(name: str) -> bool:
+    """Whether an operation of this name gives memory as it is: what stands there is whatever was computed last."""
+    return name.startswith(("empty", "new_empty"))
 
 
 def written_by(traits: Traits, args: tuple, kwargs: dict) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steady_doctor.record.ops import Op, Ref, draws, tensors_in
+from steady_doctor.record.ops import Op, Ref, draws, is_unwritten, tensors_in
 
 REPEATED = ("aten", "prims")  # whose operations do the same each time, and for this process alone
 
@@ -109,7 +109,7 @@ class Replay:
                         if not instead:  # of the script's own values: an error of ours, which is said
                             raise
                         raise NotRecorded(f"{each.name} does not take these values") from error
-                    if "empty" in each.name:  # whatever the script had there, here it may be what was just computed
+                    if is_unwritten(each.name):
                         result.zero_()
                     tensors.update(zip(each.outs, tensors_in(result)))
         return tensors[op.result]
