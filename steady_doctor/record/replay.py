@@ -9,6 +9,7 @@ from torch import Tensor
 
 from steady_doctor.record.ops import Op, Ref, draws, is_unwritten, tensors_in
 
+ROUNDS = {"ceil", "floor", "round", "trunc", "frac", "remainder", "fmod", "floor_divide", "sign"}
 REPEATED = ("aten", "prims")  # whose operations do the same each time, and for this process alone
 
 
@@ -67,8 +68,9 @@ class Replay:
             grad: whether the result has a gradient.
             anew: from the sources alone, and not from what was kept of layers.
             through: with a gradient also where the script took none.
-            exact: in float64 what the script did in float32, from the values that it had. Where an operation has no float64,
-                only what depends on the values `instead`, and all else as the script had it.
+            exact: in float64 what the script did in float32, from the values that it had, and with whole numbers and choices
+                as they came out there. Where an operation has no float64, only what depends on the values `instead`, and all
+                else as the script had it.
 
         Raises:
             NotRecorded: something on the way was not kept, and cannot be repeated, or does not take the values `instead`.
@@ -78,7 +80,9 @@ class Replay:
         ops = self.upstream(op, given)
         if exact:
             with contextlib.suppress(NotRecorded, RuntimeError):
-                return self._again(op, instead, given, grad, through, wide=set(ops))
+                depending = _depending(ops, instead)
+                decided = {each: self.value(each, anew=anew) for each in ops if _decides(each) and each not in depending}
+                return self._again(op, instead, decided | given, grad, through, wide=set(ops))
         return self._again(op, instead, given, grad, through, wide=_depending(ops, instead) if exact else set())
 
     def _again(
@@ -124,6 +128,11 @@ def _depending(ops: list[Op], instead: Iterable[Op]) -> set[Op]:
                 return set(ops)
             found.add(op)
     return found
+
+
+def _decides(op: Op) -> bool:
+    """Whether numbers become whole ones, or choices: a last bit may make others of them."""
+    return op.name.rstrip("_") in ROUNDS or (not op.floating and any(last.floating for _, last in op.reads))
 
 
 def _filled(value: Any, tensors: dict[int, Tensor], precise: Callable[[Any], Any]) -> Any:

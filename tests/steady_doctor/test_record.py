@@ -82,6 +82,17 @@ def test_memory_that_nobody_wrote_is_no_value():
     assert find_mixture(tape, tape.roots[0]).image == tape.op_of(images).content
 
 
+def test_what_was_rounded_stays_so_in_float64():
+    tenths, network = torch.full((4, 1), 0.1), nn.Linear(8, 8)
+    tape = Tape(network.parameters())
+    with tape:
+        size = (tenths * 30).ceil()  # 3 in float32, and 4 in float64
+        loss = (network(torch.randn(4, 8)) / 3 - size * (tenths * 20 > 2)).square().mean()
+    ceiled, loss = (next(op for op in reversed(tape.ops) if op.name == name) for name in ("ceil", "mean"))
+    assert tape.value(ceiled, exact=True).tolist() == size.tolist() == [[3.0]] * 4
+    torch.testing.assert_close(tape.value(loss, exact=True).float(), tape.value(loss))
+
+
 def test_a_tape_is_gone_without_the_garbage_collector():
     network = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8))
 
