@@ -42,7 +42,7 @@ class Mixture:
     only_noise: bool = False
     index_range: tuple[int, int] | None = None  # of the draw that it is
     index: Tensor | None = None  # [B]: the row of a table that the shares come from
-    table: Tensor | None = None  # [3, rows looked at]: row, a, b
+    table: Tensor | None = None  # [3, rows looked at]: row, a, b; some rows follow each other
     growth: Tensor | None = None  # [B]: of the logarithm of (a / b)^2, with a level that is drawn as a number of its own
     told_within: bool = False  # the network may get the level in one value with the mixture, or in numbers from elsewhere
     told_otherwise: bool = False  # a layer gets rows that are made of nothing, or of a draw that decides nothing of the mixture

@@ -25,6 +25,7 @@ def find_table(tape: Tape, mixture: Mixture) -> None:
         rows = max(op.reads[0][1].shape)
         mixture.index, mixture.index_range = index.flatten(), _range_of(which[0], tape)
         chosen = torch.linspace(0, rows - 1, LOOKED_AT).round().to(index)
+        chosen = torch.cat([chosen, chosen[1:] - 1]).clamp(min=0).unique()  # with the row before each
         shares, places = [], torch.nonzero(mixture.where.flatten(1).any(1).cpu()).flatten()  # of which a mask leaves something
         try:
             for some in chosen.split(len(places)):

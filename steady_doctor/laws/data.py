@@ -16,6 +16,7 @@ NARROW = 0.1  # between the darkest and the brightest number of a batch of image
 HALF = 0.42, 0.52  # what images of a batch reach on both sides when their bytes are divided by 255 and 0.5 is taken off
 WHOLE, FAINT = 100, 1e-3  # signals of whole numbers up to that were not scaled; those with less spread hold nothing
 STANDARD = 0.3  # from the mean 0 and the spread 1, that batches may be
+TAILS = 3.0  # spreads from the mean that numbers without a range reach on both sides
 RAW = 10.0  # of signals and coordinates in units of their own, over the noise or sigma_data
 WIDE = 0.25, 4.0  # between these the spread of latents may be
 ROUGH = 1.7  # times as rough as they would be otherwise
@@ -56,8 +57,10 @@ def range_(seen: Seen) -> Iterator[Found]:
 
 
 def _is_standard(clean: Figures) -> bool:
-    """Fields and spectra, which have no range, are brought to the mean and the spread of the noise."""
-    return abs(clean.mean) < STANDARD and abs(clean.std - 1) < STANDARD
+    """Fields and spectra, which have no range: they are brought to the mean and the spread of the noise, or have tails."""
+    is_scaled = abs(clean.mean) < STANDARD and abs(clean.std - 1) < STANDARD
+    tail = min(clean.high - clean.mean, clean.mean - clean.low)
+    return is_scaled or (abs(clean.mean) < STANDARD * clean.std and tail > TAILS * clean.std)
 
 
 def signals(seen: Seen) -> Iterator[Found]:

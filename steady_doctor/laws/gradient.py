@@ -13,6 +13,7 @@ LEAST = 3  # recorded updates that agree, where one may be chance
 HALVED = 24  # steps in a row that are left out: the usual first scale of a loss is 2^16
 TINY = 0.01  # of the gradient, and its norm, that clipping leaves
 SAME = 1e-3  # of a gradient
+FEW = 0.1  # of the parameters
 USUAL = 1e-6  # epsilons of Adam are below it
 
 
@@ -108,6 +109,8 @@ def unread(seen: Seen) -> Iterator[Found]:
         return
     read = set.intersection(*({*one.unread} - {*one.unused} for one in known))
     unused = set.intersection(*({*one.unused} for one in known))
+    if len(read) < FEW * known[0].parameters:  # the last of equal blocks may have a branch that nothing follows
+        read, unused = set(), unused | read
     if read and len(read) < known[0].parameters:
         yield Found("gradient-unread", seen.recorded()[0].number, _of(tuple(sorted(read)), known[0].parameters))
     if unused and len(unused) < known[0].parameters:

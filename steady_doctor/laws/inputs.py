@@ -12,7 +12,7 @@ from steady_doctor.laws.paths import LEAST, is_slip, levels
 from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
 
-MUCH_SIGNAL = 0.65  # the image's share at the last row of a table; published schedules of 50 and 100 steps leave up to 0.6
+MUCH_SIGNAL = 0.8  # the image's share at the last row of a table; published schedules of 50 steps leave up to 0.78
 MOST_SIGNAL = 0.85  # the same where the network is told much of each image; beyond it, sigmas are for noisy photographs
 MANY_NUMBERS = 16  # of one sample's condition: more than a class or a size says
 NO_SIGNAL = 0.01  # the share below which nothing of the image is left
@@ -20,6 +20,7 @@ TOO_MANY = 0.4  # of a table's rows without any image
 FAR = 1.0  # of -log of the shares, at the last row: the beginning of a straight path is a polynomial, too
 FEWEST_ROWS, OF_BETAS = 12, 1e-4  # usual betas leave 4e-5 at most, and straight paths 1e-3 at least
 WIDE = 0.1  # of the shares: in a smaller range each path looks like another one
+EVEN, EXACT = 0.02, 2e-6  # of a beta, and of a share that rounding leaves
 SECOND_NOISE = 0.3  # of the clean image: an encoder's latents have some hundredths
 
 
@@ -28,7 +29,13 @@ def path(seen: Seen) -> Iterator[Found]:
     found = levels(seen) if asks(seen) is not None else None
     is_wide = found is not None and max(float(x.max() - x.min()) for x in (found.a, found.b)) > WIDE
     is_enough = is_wide and len(found.a) >= 2 * LEAST  # type: ignore[union-attr]
-    if found is not None and is_enough and not found.kind and is_slip(found.a, found.b):
+    tables = (one.mixture.table for _, one in seen.mixed() if one.mixture.table is not None)
+    if (
+        found is not None
+        and is_enough
+        and not found.kind
+        and (is_slip(found.a, found.b) or any(map(_is_half_cumulated, tables)))
+    ):
         pairs = [(round(float(a), 3), round(float(b), 3)) for a, b in list(zip(found.a, found.b))[:4]]
         yield Found("input-path", seen.mixed()[0][0], {"pairs": pairs})
 
@@ -77,7 +84,7 @@ def of_scheduler(seen: Seen) -> Iterator[Found]:
             continue
         a, b = alphas[table[0].long()].sqrt(), (1 - alphas[table[0].long()]).clamp(min=0).sqrt()
         if float(torch.maximum((table[1] - a).abs(), (table[2] - b).abs()).max()) > 0.02:
-            yield Found("input-not-schedulers", update, {"a": float(table[1, 16]), "declared": float(a[16])})
+            yield Found("input-not-schedulers", update, {"a": float(table[1, len(a) // 2]), "declared": float(a[len(a) // 2])})
 
 
 def no_noise(seen: Seen) -> Iterator[Found]:
@@ -139,6 +146,19 @@ def square_roots(seen: Seen) -> Iterator[Found]:
         if table is not None and found is not None and found.kind == "flow" and _of_betas(*table[:2]):
             yield Found("input-no-square-roots", update, {"first": float(table[1, 0]), "last": float(table[1, -1])})
             return
+
+
+def _is_half_cumulated(table: torch.Tensor) -> bool:
+    """Whether one of the shares is of the product of all alphas up to its row, and the other one of the alpha of this row."""
+    rows, a, b = table
+    variances = a * a, 1 - b * b
+    follows = (rows.diff() == 1) & (torch.minimum(*variances)[1:] > NO_SIGNAL)
+    alphas = [(one[1:] / one[:-1])[follows] for one in variances]
+    return int(follows.sum()) >= FEWEST_ROWS and any(
+        bool(((1 - one) - (1 - own[1:][follows])).abs().le(EVEN * (1 - one) + EXACT).all())
+        and float((1 - one).max()) > 10 * EXACT
+        for one, own in zip(alphas, reversed(variances))
+    )
 
 
 def _of_betas(rows: torch.Tensor, variances: torch.Tensor) -> bool:

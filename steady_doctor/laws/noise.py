@@ -13,6 +13,7 @@ from steady_doctor.seen import Seen
 ERRORS = 7.0  # standard errors, beyond which chance does not explain a figure
 NORMAL_FOURTH = 3.0  # of a normal distribution, over the square of its variance; its own variance is 96 / n
 STRONGEST_OFFSET = 0.2  # of a mean of its own in each sample and channel: 0.1 is what is published
+ENOUGH = 512  # numbers, before a figure of them is judged
 ROUNDED = 0.02  # what half precision may do to a spread or to a fourth moment
 
 
@@ -65,16 +66,22 @@ def again(seen: Seen) -> Iterator[Found]:
 
 
 def normal(seen: Seen) -> Iterator[Found]:
-    """Mean 0, the spread of a normal distribution, and its fourth moment."""
+    """Mean 0, the spread of a normal distribution, and its fourth moment; of small batches several together."""
+    counts, means, fourths = [], [], []
     for update, one in seen.mixed():
         noise, count = one.mixture.noise, _independent(one.mixture)
         normals = [name in NORMAL for name in one.mixture.drawn_by]
-        if count < 512 or noise.std < 1e-12 or one.mixture.a is None or (len(normals) > 1 and all(normals)):
+        if not count or noise.std < 1e-12 or one.mixture.a is None or (len(normals) > 1 and all(normals)):
             continue  # numbers that several draws were added up to are not independent
-        off = abs(noise.mean) / noise.std > ERRORS * (1 / count) ** 0.5 + ROUNDED
-        uneven = abs(noise.fourth - NORMAL_FOURTH) > ERRORS * (96 / count) ** 0.5 + NORMAL_FOURTH * ROUNDED
+        counts, means, fourths = [*counts, count], [*means, count * noise.mean / noise.std], [*fourths, count * noise.fourth]
+        if (total := sum(counts)) < ENOUGH:
+            continue
+        mean, fourth = sum(means) / total, sum(fourths) / total
+        off = abs(mean) > ERRORS * (1 / total) ** 0.5 + ROUNDED
+        uneven = abs(fourth - NORMAL_FOURTH) > ERRORS * (96 / total) ** 0.5 + NORMAL_FOURTH * ROUNDED
         if off or uneven:
-            yield Found("noise-not-normal", update, {"mean": noise.mean, "fourth": noise.fourth, "drawn": one.mixture.drawn_by})
+            yield Found("noise-not-normal", update, {"mean": mean, "fourth": fourth, "drawn": one.mixture.drawn_by})
+        counts, means, fourths = [], [], []
 
 
 def _independent(mixture: Mixed) -> int:
@@ -89,7 +96,7 @@ def unit(seen: Seen) -> Iterator[Found]:
         noise, count = one.mixture.noise, _independent(one.mixture)
         close = ERRORS * (0.5 / count) ** 0.5 + ROUNDED if count else 0.0
         is_asked = any(abs(noise.std / number - 1) < close for number in seen.asked_numbers if number > 0)
-        if count >= 512 and one.mixture.a is not None and abs(noise.std - 1) > close and not is_asked:
+        if count >= ENOUGH and one.mixture.a is not None and abs(noise.std - 1) > close and not is_asked:
             yield Found("noise-strength", update, {"std": noise.std})
 
 
@@ -110,7 +117,7 @@ def offset(seen: Seen) -> Iterator[Found]:
     """A mean of its own in each sample, beyond what is known to help."""
     for update, one in seen.mixed():
         noise = one.mixture.noise
-        if noise.count < 512 or noise.each < 64 or noise.same_along or len(noise.means) < 2:
+        if noise.count < ENOUGH or noise.each < 64 or noise.same_along or len(noise.means) < 2:
             continue
         chance = noise.std / noise.each**0.5
         if float(noise.means.square().mean()) ** 0.5 > STRONGEST_OFFSET * noise.std + ERRORS * chance:

@@ -78,11 +78,12 @@ def _as_made(weight: Tensor) -> bool:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether it leaves something out by chance in training mode."""
+    """Whether it leaves something out by chance in training mode, itself or by a module that it calls."""
     share: Any = module.p if isinstance(module, _DropoutNd) else vars(module).get("dropout")
     if isinstance(share, float) and share > 0:
         return True
     code = getattr(getattr(type(module), "forward", None), "__code__", None)  # a scripted module has none
     if code is None or "training" not in code.co_names or type(module).__module__.startswith(("torch.", "diffusers.")):
         return False
-    return any("drop" in name and isinstance(value, float) and 0 < value < 1 for name, value in vars(module).items())
+    numbers = (named for each in module.modules() for named in vars(each).items())
+    return any("drop" in name and isinstance(value, float) and 0 < value < 1 for name, value in numbers)

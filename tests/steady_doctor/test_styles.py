@@ -12,7 +12,8 @@ from steady_doctor.described import described
 from steady_doctor.doctor import Doctor
 
 B, C, SIDE, T = 8, 3, 8, 1000
-ALPHA_BAR = torch.cumprod(1 - torch.linspace(1e-4, 0.02, T), dim=0)
+ALPHA = 1 - torch.linspace(1e-4, 0.02, T)
+ALPHA_BAR = torch.cumprod(ALPHA, dim=0)
 LEAST, MOST = 0.1, 20.0  # the rates of the continuous path
 
 
@@ -587,3 +588,47 @@ def test_levels_in_parts_of_which_one_is_empty():
         return mse_loss(network(column(1 - t) * x0 + column(t) * noise, t * T), noise - x0)
 
     is_healthy(network := Network(), loss_of, "straight path from images to noise, the velocity to noise")
+
+
+@pytest.mark.parametrize(("a", "b"), [(ALPHA_BAR, 1 - ALPHA), (ALPHA, 1 - ALPHA_BAR)])
+def test_one_share_of_all_alphas_and_the_other_of_one_of_them(a, b):
+    network = Network()
+
+    def loss_of(clean):
+        t, noise = torch.randint(0, T, (len(clean),)), torch.randn_like(clean)
+        return mse_loss(network(column(a[t].sqrt()) * clean + column(b[t].sqrt()) * noise, t), noise)
+
+    assert "input-path" in train(network, loss_of)[0]
+
+
+def test_fields_have_no_range_and_pictures_do():
+    network = Network()
+
+    def loss_of(clean):
+        t, noise = torch.randint(0, T, (len(clean),)), torch.randn_like(clean)
+        return mse_loss(network(column(ALPHA_BAR[t].sqrt()) * clean + column((1 - ALPHA_BAR[t]).sqrt()) * noise, t), noise)
+
+    assert not train(network, loss_of, data=0.6 * torch.randn(64, C, SIDE, SIDE))[0]
+    assert train(network, loss_of, data=2 * pictures() - 1)[0] == ["data-range"]
+
+
+def test_noise_of_small_batches_is_judged_together_and_a_branch_that_nothing_follows_costs_nothing():
+    class Actions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(17, 17) for _ in range(12))
+
+        def forward(self, x, t):
+            for layer in self.layers:
+                x, skip = x + torch.cat([layer(x)[:, :16], t], 1), x
+            return skip[:, :16]
+
+    def loss_of(network, clean, draw):
+        t = torch.rand(len(clean), 1)
+        noise = draw(clean)
+        return mse_loss(network(torch.cat([(1 - t) * clean + t * noise, t], 1), t), noise - clean)
+
+    data = torch.rand(64, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    for draw, codes in ((torch.randn_like, ["gradient-unused"]), (torch.rand_like, ["noise-not-normal", "gradient-unused"])):
+        network = Actions()
+        assert set(train(network, lambda clean: loss_of(network, clean, draw), data=data)[0]) == set(codes)  # noqa: B023
