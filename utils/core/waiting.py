@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from utils.core.bars import duration, print_progress
-from utils.core.deadline import within
-from utils.core.entrypoint import PATIENCE, at_end, leave_now
+from utils.core.entrypoint import PATIENCE, at_end, leave_now, within
 from utils.core.errors import LostProcess
 
 PERIOD = 1.0  # seconds between two signs of life, and between two looks at those of the others
