@@ -470,7 +470,7 @@ def test_a_folder_of_something_else_is_listed(load, tmp_path):
     ("content", "what"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "begins with b'version https://git-lfs'"),
-        (b"\n<!DOCTYPE html><html></html>", "begins with b'<!DOCTYPE html><html><'"),
+        (b"\n<!DOCTYPE html><html></html>", "begins with b'<!DOCTYPE html><html></'"),
         (b"\x93NUMPY", r"begins with b'\\x93NUMPY'"),
         (b"", "is empty"),
     ],

@@ -18,7 +18,7 @@ from utils.core.errors import UserError
 T = TypeVar("T")
 ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
 LAUNCHERS = (*ACCELERATE, "torchrun", "torch.distributed.run")
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # numbers of processes, of torch and of MPI
 UNSUPPORTED = {  # what `accelerate launch` sets -> its name
     "ACCELERATE_USE_FSDP": "FSDP",
@@ -50,12 +50,16 @@ def stop_with_launcher() -> None:
     """Asks Linux for a SIGTERM when the launcher that started this process dies, for `accelerate launch` and torchrun do not
     pass on every signal: without it their training processes would train on, alone."""
     parent = os.getppid()
-    if not launcher_words():
-        return
+    if launcher_words():
+        end_with_parent(parent, signal.SIGTERM)
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Asks Linux to send this process the signal `number` when the process `parent`, which started it, dies."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before we asked
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + number)
 
 
 def asked_threads() -> int | None:

@@ -10,7 +10,6 @@ others wait. While packing, memory holds a few MB per core, and 8 bytes of each 
 
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import json
@@ -31,7 +30,7 @@ import numpy as np
 from filelock import FileLock
 
 from utils.core.errors import UserError, explained
-from utils.core.launcher import PR_SET_PDEATHSIG
+from utils.core.launcher import end_with_parent
 from utils.core.limits import usable_cores
 from utils.core.signals import signals_held
 from utils.core.size import Size
@@ -295,13 +294,7 @@ def _chunks(count: int, read_files: ReadFiles, prepare: ImagePreparation, first:
 
 def _processes(workers: int) -> ProcessPoolExecutor:
     """Processes that end with this one, however it ends: what they inherit includes the lock on the cache."""
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _end_with_parent, (os.getpid(),))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), end_with_parent, (os.getpid(), signal.SIGKILL))
     with signals_held():  # which launchers send to the whole process group: this process decides when to stop
         pool.submit(os.getpid).result()  # starts them all
     return pool
-
-
-def _end_with_parent(parent: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before
-        os._exit(1)

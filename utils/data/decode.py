@@ -255,15 +255,17 @@ def _ended(data: bytes) -> bytes | None:
 
 
 def _instead(file: ImageFile) -> str:
-    """How what is no image begins, or that it has as many bytes as a square image has values."""
-    data = file.data or b""
+    """How what is no image begins, or that it has as many bytes as a square image has values; "" for what is elsewhere."""
+    data = file.data
     for channels in (1, 3, 4):
-        side = math.isqrt(len(data) // channels)
-        if side > 1 and len(data) == channels * side * side:
+        side = math.isqrt(len(data or b"") // channels)
+        if side > 1 and len(data or b"") == channels * side * side:
             return f" (raw pixels? turn them: np.frombuffer(row, np.uint8).reshape({side}, {side}, {channels}))"
-    if file.data is None and file.path is not None and not is_address(file.path):
+    if data is None and file.path is not None and not is_address(file.path):
         with contextlib.suppress(OSError), open(file.path, "rb") as opened:
-            data = opened.read(_SHOWN)
+            data = opened.read(2 * _SHOWN)
+    if data is None:
+        return ""
     return f" (it begins with {data.strip()[:_SHOWN]!r})" if data else " (it is empty)"
 
 
