@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils.core.cache_home import use_a_cache_that_can_be_written
+from utils.core.entrypoint import use_a_cache_that_can_be_written
 from utils.core.errors import UserError
 
 

@@ -223,8 +223,8 @@ def test_a_main_process_without_an_address_is_said(monkeypatch):
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    with launcher_module.said_while_waiting(after=0.01):
-        assert "MASTER_PORT=1): no address is known for 'main.invalid' (" in said.get(timeout=60)
+    line = launcher_module.said_while_waiting(lambda: said.get(timeout=60), after=0.01)
+    assert "MASTER_PORT=1): no address is known for 'main.invalid' (" in line
 
 
 @pytest.mark.slow

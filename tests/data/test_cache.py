@@ -18,9 +18,8 @@ from PIL import Image
 from utils.core.errors import UserError
 from utils.core.size import Size
 from utils.data import cache as packing
-from utils.data.cache import PackedImages, pack_once
+from utils.data.cache import PackedFile, PackedImages, pack_once
 from utils.data.decode import ImageFile, ImagePreparation
-from utils.data.packed_file import PackedFile
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREPARE = ImagePreparation(Size(4, 4), 3, False, "white", 255)

@@ -145,7 +145,8 @@ def test_a_row_without_an_image_is_named_and_replaced(load):
         load(make)
     images = load(make, on_bad_image="replace")
     assert images.shown_rows(np.arange(6)).tolist() == [1, 1, 2, 4, 4, 1]
-    assert [images.bad_images[row].reason for row in (3, 5)] == ["it is a list of 2", "not an image that Pillow can read"]
+    told = ["it is a list of 2", "not an image that Pillow can read (it begins with b'no image')"]
+    assert [images.bad_images[row].reason for row in (3, 5)] == told
 
 
 def test_paths_begin_at_the_table_though_the_first_row_has_none(load):

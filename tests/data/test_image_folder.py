@@ -297,7 +297,5 @@ def test_relative_paths_begin_at_the_file_that_holds_them(load, tmp_path, monkey
         for name in ("set/a.parquet", "set/a.jsonl", "set/folder", "saved"):
             assert shown(load(None, dataset_name=str(tmp_path / name), cache_images="no")) == [1, 0]
     shutil.move(tmp_path / "set" / "a.parquet", tmp_path / "b.parquet")
-    assert shown(load(None, dataset_name=str(tmp_path / "b.parquet"))) == [1, 0]  # of the working directory, as before
-    monkeypatch.chdir("/")
     with pytest.raises(UserError, match=rf"cannot decode the image {tmp_path}/pictures/1\.png"):
         load(None, dataset_name=str(tmp_path / "b.parquet"), cache_images="no").fetch([0])

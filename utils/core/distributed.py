@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
-    DistributedType,
     InitProcessGroupKwargs,
     broadcast_object_list,
     gather_object,
@@ -38,15 +37,6 @@ T = TypeVar("T")
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)  # what a user can mend
 _works_alone: ContextVar[str | None] = ContextVar("what this process does just now without the others", default=None)
 _MENDABLE, _BROKEN = "1", "2"  # before what a process tells the others: a UserError, or another one
-
-SUPPORTED_LAUNCHES = {
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-    DistributedType.MULTI_NPU,
-    DistributedType.MULTI_XPU,
-    DistributedType.MULTI_MLU,
-}
 
 
 def make_accelerator(
@@ -83,8 +73,8 @@ def make_accelerator(
     for name in trackers:
         check_tracker(name)
     try:
-        with said_while_waiting():
-            accelerator = Accelerator(
+        accelerator = said_while_waiting(
+            lambda: Accelerator(
                 cpu=on_cpu,
                 mixed_precision=mixed_precision,
                 gradient_accumulation_steps=gradient_accumulation_steps,
@@ -95,6 +85,7 @@ def make_accelerator(
                     DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=broadcast_buffers),
                 ],
             )
+        )
     except torch.distributed.DistStoreError as error:
         raise UserError(
             f"the other processes of WORLD_SIZE={os.environ.get('WORLD_SIZE')} did not come: {one_line(error)}\n"
@@ -102,12 +93,14 @@ def make_accelerator(
         ) from None
     if warning := lone_process(accelerator.num_processes, on_cpu):
         print(warning, file=sys.stderr, flush=True)
-    if accelerator.distributed_type not in SUPPORTED_LAUNCHES:
+    if (kind := accelerator.distributed_type.value) != "NO" and not kind.startswith("MULTI_"):  # those are DDP
         raise UserError(
             f"launched with {accelerator.distributed_type.value}, which is not supported: only one process, or DDP\n"
             "launch with --multi_gpu, or without a distributed config"
         )
     if accelerator.num_processes > 1:
+        if accelerator.device.type != "cpu":  # each thread has its own current device, and Accelerate was not in this one
+            torch.get_device_module(accelerator.device).set_device(accelerator.device)
         waiting = Waiting(accelerator.process_index, accelerator.num_processes, patience=collective_timeout)
         accelerator.waiting = waiting  # type: ignore[attr-defined]  # which other functions of this file ask for
     if accelerator.device.type == "cuda":

@@ -4,18 +4,19 @@ import contextlib
 import importlib.util
 import os
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from utils.core.bars import Bar
-from utils.core.cache_home import use_a_cache_that_can_be_written
-from utils.core.deadline import within
 from utils.core.errors import OUT_OF_MEMORY, FailedElsewhere, LostProcess, UserError, memory_advice, out_of_memory, shortage
-from utils.core.launcher import launcher_reports, launcher_words
+from utils.core.files import make_folder
+from utils.core.launcher import in_thread, launcher_reports, launcher_words
 
 if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, and was never tried
     print("error: Windows is not supported: use Linux, or WSL 2", file=sys.stderr)
@@ -163,6 +164,43 @@ def loading_libraries(options: Any) -> Bar:
     return Bar("loading the libraries", shown=shown)
 
 
+def use_a_cache_that_can_be_written(options: Any) -> None:
+    """Before these libraries are imported: where the folder of `datasets` cannot be made or written, what they write goes
+    below --cache_dir, or beside --output_dir, or into a temporary folder, and that is said once. Temporary files go beside
+    --output_dir where the machine has no place for them. Raises UserError for a --cache_dir that cannot be made."""
+    beside = os.path.join(os.path.dirname(os.path.abspath(getattr(options, "output_dir", None) or "here")), ".cache")
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:  # torch cannot be imported then
+        make_folder(Path(beside), "TMPDIR")
+        os.environ["TMPDIR"] = tempfile.tempdir = beside
+    asked = getattr(options, "cache_dir", None)
+    if asked and not os.path.isdir(asked):  # packed images can be read where nothing can be written
+        make_folder(Path(asked), "--cache_dir")
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface")
+    home = os.path.expandvars(os.path.expanduser(os.environ.get("HF_HOME") or default))
+    usual = os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")
+    if _can_be_written(usual):
+        return
+    places = [asked or beside, os.path.join(tempfile.gettempdir(), f"steady-diffusion-{os.getuid()}")]
+    below = Path(next(filter(_can_be_written, places), places[0])).absolute()
+    os.environ["HF_DATASETS_CACHE"] = str(below / "huggingface" / "datasets")
+    if not _can_be_written(home) and not os.path.isdir(os.path.join(home, "hub")):  # else what was downloaded can be read there
+        os.environ["HF_HOME"] = str(below / "huggingface")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(below / "torchinductor"))  # torch asks for the user's name
+    if os.environ.get("RANK", "0") == "0" and not getattr(options, "quiet", False):
+        print(f"note: {usual} cannot be written; the cache is {below} (--cache_dir or HF_HOME choose)", file=sys.stderr)
+
+
+def _can_be_written(folder: str) -> bool:
+    if folder.startswith("~"):  # which nobody has who has no name
+        return False
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+        return os.access(folder, os.W_OK)
+    return False
+
+
 def leave_progress_to_us(options: Any) -> None:
     """Other libraries show no bars in logs or with --quiet. Before these are imported; what the user has set wins."""
     if getattr(options, "quiet", False) or not sys.stderr.isatty():
@@ -222,3 +260,9 @@ def _say_last(message: str) -> None:
     for bar in list(getattr(shown, "_instances", ())):  # else the message stands behind a bar
         bar.close()
     print(message, file=sys.stderr, flush=True)
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Returns `call()`, or raises what it raises, or TimeoutError once it has taken so long; its thread stays behind. torch's
+    store waits for ever for one whose process is stopped, whatever its own timeout is."""
+    return in_thread(call).result(seconds)

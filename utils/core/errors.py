@@ -1,7 +1,8 @@
 """The one exception for mistakes that a user can mend, and what is said when memory runs out."""
 
+import contextlib
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 OUT_OF_MEMORY = "out of memory"
 MEMORY_RAN_OUT = (  # as libraries put it where they raise no OutOfMemoryError
@@ -39,6 +40,18 @@ def one_line(error: BaseException) -> str:
     """Returns what an error says, for a message: of one that is not a UserError with its type, which often says more."""
     text = " ".join(str(error).split())
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+@contextlib.contextmanager
+def explained(what: str, advice: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
+    """Turns an exception of these `kinds` inside the block into a UserError: `what` failed, why, and below it the `advice`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else one_line(error)
+        raise UserError(f"{what}: {reason or type(error).__name__}\n{advice}") from error
 
 
 def in_full(error: BaseException) -> str:

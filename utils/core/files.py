@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from utils.core.errors import UserError
+from utils.core.errors import explained
 
 
 @contextlib.contextmanager
@@ -46,13 +46,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def make_folder(folder: Path, flag: str) -> None:
     """Makes a folder for what is about to be computed. Raises UserError, which names `flag`, where it cannot be written."""
-    try:
+    with explained(f"cannot write to {flag} {folder}", f"choose another {flag}", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".write-test-{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
-    except OSError as error:
-        raise UserError(f"cannot write to {flag} {folder}: {error.strerror or error}\nchoose another {flag}") from None
 
 
 def sync(path: Path) -> None:

@@ -1,11 +1,13 @@
 """What went wrong on the Hugging Face Hub, in the words of these scripts. Imports no torch."""
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
 
-from utils.core.errors import in_full
+from utils.core.errors import UserError, in_full
 
+_NOT_HERE = "no folder here has this name, and "
 _NO_CONNECTION = {"ConnectionError", "LocalEntryNotFoundError", "TransportError", "OfflineModeIsEnabled"}
 _SAID = (  # by a library -> what it means, and what to do
     (r"available configs: \[(.*?)\]", "it has several configs\nset --dataset_config_name to one of {}"),
@@ -27,6 +29,15 @@ def log_in() -> str:
     return "log in again with `hf auth login --force`" if get_token() else "log in with `hf auth login`, or set HF_TOKEN"
 
 
+@contextlib.contextmanager
+def loading(what: str, name: str, kind: str) -> Iterator[None]:
+    """Turns what fails inside the block, of which each library raises its own kind, into a UserError; see `told`."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"cannot load {what}: {told(error, name, kind)}") from error
+
+
 def told(error: BaseException, name: str, kind: str) -> str:
     """What to say of `error`, which came while `name`, a `kind` ("dataset" or "model"), was loaded; with advice if it is
     known."""
@@ -38,9 +49,8 @@ def told(error: BaseException, name: str, kind: str) -> str:
     errors = list(_chain(error))
     classes = {each.__name__ for found in errors for each in type(found).__mro__}
     text = " ".join(" ".join(str(found).split()) for found in errors)
-    here = "no folder here has this name, and "
-    page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
     if "GatedRepoError" in classes or f"is a gated {kind}" in text:
+        page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
         return f"it is gated\nask for access at {page}, {'or' if get_token() else 'then'} {log_in()}"
     not_there, no_way = classes & {"RepositoryNotFoundError", "DatasetNotFoundError"}, classes & _NO_CONNECTION
     if is_here and (not_there or no_way):  # so a library took it for a name on the Hub
@@ -49,23 +59,31 @@ def told(error: BaseException, name: str, kind: str) -> str:
         if found := re.search(said, text):
             return meaning.format(*(re.sub("['\"]", "", part) for part in found.groups()))
     if not_there:
-        return f"{here}it doesn't exist on the Hub, or it is private\ncheck the name, or {log_in()}"
+        return f"{_NOT_HERE}it doesn't exist on the Hub, or it is private\ncheck the name, or {log_in()}"
     if "UnicodeDecodeError" in classes:
         return f"its text is not UTF-8 ({in_full(error)})\nsave the file as UTF-8"
-    status = next(filter(None, (getattr(getattr(found, "response", None), "status_code", None) for found in errors)), None)
+    return _refused(errors) or (_unreachable(error) if no_way else f"{in_full(error)}\ncheck its name or path, and its files")
+
+
+def _refused(errors: list[BaseException]) -> str | None:
+    """What to say of the status with which the Hub answered; None where it did not, or it says nothing of the Hub."""
+    from huggingface_hub import get_token
+
+    status = next(filter(None, (getattr(getattr(found, "response", None), "status_code", None) for found in errors)), 0)
     if status == 401:
         return f"the Hub {'does not accept the token' if get_token() else 'asks for a token'}\n{log_in()}"
-    if status is not None and (status == 429 or status >= 500):
-        reason = ": too many requests from this address or account" if status == 429 else ""
-        return f"the Hub answered {status}{reason}\ntry again later"
-    if no_way:
-        if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-            return (
-                f"{here}it is not in the cache, and HF_HUB_OFFLINE does not allow a download\nunset HF_HUB_OFFLINE for one run"
-            )
-        why = f"the Hub could not be reached, or the connection broke ({in_full(error)})"
-        return f"{here}{why}\ncheck the name and the network, and start again"
-    return f"{in_full(error)}\ncheck its name or path, and its files"
+    if status != 429 and status < 500:
+        return None
+    reason = ": too many requests from this address or account" if status == 429 else ""
+    return f"the Hub answered {status}{reason}\ntry again later"
+
+
+def _unreachable(error: BaseException) -> str:
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        why = "it is not in the cache, and HF_HUB_OFFLINE does not allow a download"
+        return f"{_NOT_HERE}{why}\nunset HF_HUB_OFFLINE for one run"
+    why = f"the Hub could not be reached, or the connection broke ({in_full(error)})"
+    return f"{_NOT_HERE}{why}\ncheck the name and the network, and start again"
 
 
 def is_only_a_path(name: str) -> bool:

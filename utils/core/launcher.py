@@ -8,15 +8,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TypeVar
 
 from utils.core.errors import UserError
 
+T = TypeVar("T")
 ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
 LAUNCHERS = (*ACCELERATE, "torchrun", "torch.distributed.run")
-_FOR_HANDLER = 1.0  # seconds in which a handler of signals begins, unless the process waits in other code than Python's
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # numbers of processes, of torch and of MPI
 UNSUPPORTED = {  # what `accelerate launch` sets -> its name
     "ACCELERATE_USE_FSDP": "FSDP",
@@ -48,12 +50,16 @@ def stop_with_launcher() -> None:
     """Asks Linux for a SIGTERM when the launcher that started this process dies, for `accelerate launch` and torchrun do not
     pass on every signal: without it their training processes would train on, alone."""
     parent = os.getppid()
-    if not launcher_words():
-        return
+    if launcher_words():
+        end_with_parent(parent, signal.SIGTERM)
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Asks Linux to send this process the signal `number` when the process `parent`, which started it, dies."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before we asked
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + number)
 
 
 def asked_threads() -> int | None:
@@ -142,54 +148,39 @@ def _unknown_address() -> str:
     return ""
 
 
-@contextlib.contextmanager
-def said_while_waiting(after: float = 10.0, again: float = 60.0) -> Iterator[None]:
-    """While the processes of a launcher find each other: says after `after` seconds, and every `again` seconds, for what this
-    one waits; and a signal stops the process, though it waits in code that lets no handler run."""
+def in_thread(call: Callable[[], T]) -> "Future[T]":
+    """Begins `call` in a thread of its own. So the main thread waits in Python's code, where signals are heard."""
+    future: Future[T] = Future()
+
+    def answer() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return future
+
+
+def said_while_waiting(connect: Callable[[], T], after: float = 10.0, again: float = 60.0) -> T:
+    """Returns `connect()`, in which the processes of a launcher find each other. Says after `after` seconds, and every `again`
+    seconds, for what this one waits."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        yield
-        return
+        return connect()
     names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
     told = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
     says = os.environ.get("LOCAL_RANK", "0") == "0" or not launcher_words()  # variables left over may be those of any process
-    start, ended = time.monotonic(), threading.Event()
-    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    signals, numbers = socket.socketpair()  # to which the system writes the number of each signal
-    numbers.setblocking(False)
-    signals.settimeout(after)
-
-    def watch() -> None:
-        while not ended.is_set():
-            try:
-                number = signals.recv(1)
-            except TimeoutError:
-                signals.settimeout(again)
-                if says:
-                    print(
-                        f"waiting for the other processes since {time.monotonic() - start:.0f} s ({told}){_unknown_address()}; "
-                        "if no launcher started this one, unset these variables",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                continue
-            # Where the process goes on meanwhile, the handler has run.
-            if number and number[0] in stops and not ended.wait(_FOR_HANDLER):
-                handler = signal.getsignal(number[0])
-                if callable(handler) and handler is not signal.default_int_handler:
-                    handler(number[0], None)
-                os._exit(128 + number[0])
-
-    before = signal.set_wakeup_fd(numbers.fileno())
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        signal.set_wakeup_fd(before)
-        numbers.close()  # which ends the wait for a number
-        watcher.join()
-        signals.close()
+    start, future, seconds = time.monotonic(), in_thread(connect), after
+    while not wait([future], seconds).done:
+        seconds = again
+        if says:
+            print(
+                f"waiting for the other processes since {time.monotonic() - start:.0f} s ({told}){_unknown_address()}; "
+                "if no launcher started this one, unset these variables",
+                file=sys.stderr,
+                flush=True,
+            )
+    return future.result()
 
 
 def check_accumulation(asked: int) -> None:

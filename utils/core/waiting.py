@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import wait
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from utils.core.bars import duration, print_progress
-from utils.core.deadline import within
-from utils.core.entrypoint import PATIENCE, at_end, leave_now
+from utils.core.entrypoint import PATIENCE, at_end, leave_now, within
 from utils.core.errors import LostProcess
+from utils.core.launcher import in_thread
 
 PERIOD = 1.0  # seconds between two signs of life, and between two looks at those of the others
 TOLD_AFTER = 120.0  # seconds, after which it is said, once, what is waited for
@@ -68,34 +68,27 @@ class Waiting:
         ends, gives no sign of life, or comes more than `longest` seconds later than this one."""
         self._number += 1
         self._waits = True
-        answer: Future[list[str]] = Future()
-        exchange = threading.Thread(target=self._exchange, args=(answer, self._number, words), daemon=True)
-        exchange.start()
-        look = _Look(self, what, longest)
-        while True:
-            try:  # in slices, and not in a call of the store: so signals are heard
-                told = answer.result(PERIOD)
-                break
-            except TimeoutError:
+        answer, look = in_thread(lambda: self._exchange(self._number, words)), _Look(self, what, longest)
+        while not wait([answer], PERIOD).done:
+            look.again()
+        if isinstance(answer.exception(), RuntimeError):  # of the store
+            self.lost = True
+            while True:  # until it is known who has ended
+                time.sleep(PERIOD)
                 look.again()
         self._waits = False
-        return told
+        return answer.result()
 
     # ---- in a thread that lasts until all have come
 
-    def _exchange(self, answer: "Future[list[str]]", number: int, words: str) -> None:
+    def _exchange(self, number: int, words: str) -> list[str]:
         keys = [f"{number}/{rank}" for rank in self._ranks]
-        try:
-            # Names of files may be no UTF-8.
-            self._store.set(keys[self._rank], words.encode(errors="backslashreplace").decode())
-            if number > 2:  # whoever comes to this wait has left the one before, to which all had come from that one
-                self._store.delete_key(f"{number - 2}/{self._rank}")
-            self._store.wait(keys, timedelta(seconds=2 * LONGEST))
-            answer.set_result([value.decode() for value in self._store.multi_get(keys)])
-        except RuntimeError:
-            self.lost = True
-        except Exception as error:
-            answer.set_exception(error)
+        # Names of files may be no UTF-8.
+        self._store.set(keys[self._rank], words.encode(errors="backslashreplace").decode())
+        if number > 2:  # whoever comes to this wait has left the one before, to which all had come from that one
+            self._store.delete_key(f"{number - 2}/{self._rank}")
+        self._store.wait(keys, timedelta(seconds=2 * LONGEST))
+        return [value.decode() for value in self._store.multi_get(keys)]
 
     # ---- in a thread that lasts as long as the process
 

@@ -11,8 +11,8 @@ import torch
 from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny, ModelMixin
 from diffusers.utils import logging
 
-from utils.core.errors import UserError, in_full
-from utils.core.hub import told
+from utils.core.errors import UserError, explained
+from utils.core.hub import loading
 from utils.core.size import Size
 
 CLASSES = {each.__name__: each for each in (AutoencoderKL, AutoencoderTiny, AutoencoderDC)}
@@ -190,10 +190,8 @@ def autoencoder_of(pipeline: str, latent_shape: tuple[int, int, int], scale: Sca
 
 def _loaded(name: str, subfolder: str, config: dict, image_shape: tuple[int, int, int], sizes: tuple[int, int]) -> Autoencoder:
     logging.disable_progress_bar()  # one bar, the script's own
-    try:
+    with loading(f"the autoencoder of {name}", name, "model"):
         network = CLASSES[config["_class_name"]].from_pretrained(name, subfolder=subfolder)
-    except Exception as error:
-        raise UserError(f"cannot load the autoencoder of {name}: {told(error, name, 'model')}") from error
     return Autoencoder(network, image_shape, *sizes)
 
 
@@ -210,21 +208,15 @@ def _found(name: str) -> tuple[str, dict]:
 def _looked_at(what: str, name: str, find: Callable[[str], tuple[str, dict]]) -> tuple[str, dict, int, int, int]:
     """What `find` gives, and, by a pass that computes nothing: pixels along a side of a latent pixel, channels of latents, and
     channels of images. `what` is what errors call it."""
-    try:
+    with loading(what, name, "model"):
         subfolder, config = find(name)
-    except Exception as error:  # missing, unreachable or damaged: each library raises its own kind
-        raise UserError(f"cannot load {what}: {told(error, name, 'model')}") from error
     if config.get("_class_name") not in CLASSES:
         raise UserError(
             f"{what} is of the class {config.get('_class_name')}, which is not supported\nuse one of {', '.join(CLASSES)}"
         )
-    try:
-        with torch.device("meta"):
-            network = CLASSES[config["_class_name"]].from_config(config)
-            image_shape = (network.config.in_channels, PROBED, PROBED)
-            latents = Autoencoder(network, image_shape, 1, 1).encode(torch.zeros(1, *image_shape))
-    except Exception as error:
-        raise UserError(
-            f"the autoencoder of {name} cannot be built: {in_full(error)}\ncheck its config.json, or use another one"
-        ) from error
+    cannot = f"the autoencoder of {name} cannot be built"
+    with explained(cannot, "check its config.json, or use another one"), torch.device("meta"):
+        network = CLASSES[config["_class_name"]].from_config(config)
+        image_shape = (network.config.in_channels, PROBED, PROBED)
+        latents = Autoencoder(network, image_shape, 1, 1).encode(torch.zeros(1, *image_shape))
     return subfolder, config, PROBED // latents.shape[-1], latents.shape[-3], image_shape[0]

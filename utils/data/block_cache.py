@@ -1,6 +1,6 @@
 """Decoded blocks of streamed datasets on a local disk: of all runs together within a limit, the longest unused go first.
 
-    <root>/<fingerprint>/<block>.bin    see `packed_file`
+    <root>/<fingerprint>/<block>.bin    see `cache`
 
 A block appears under its name complete or not at all. Locks let one process make a block while others wait for it. What is
 removed while it is read stays until it is closed, and is made again when it is needed again.
@@ -16,12 +16,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from utils.core.errors import UserError
+from utils.core.errors import explained
 from utils.core.files import whole_file
 from utils.data.bad_images import BadImages
+from utils.data.cache import DAMAGED, PackedFile, write_packed
 from utils.data.decode import ImageFile, ImagePreparation, prepared
 from utils.data.packed_caches import BLOCK_LOCKS
-from utils.data.packed_file import DAMAGED, PackedFile, write_packed
 
 _LOCKS = 256  # files that blocks share
 _ROOM = 0.9  # share of the limit that is left in use when blocks are removed
@@ -45,11 +45,9 @@ class BlockCache:
     def __init__(self, root: Path, fingerprint: str, prepare: ImagePreparation, limit: int):
         self.root, self.folder, self.limit, self._prepare = root, root / fingerprint, limit, prepare
         self._written = limit  # so that the first block looks at the size
-        try:
+        with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             (root / BLOCK_LOCKS).mkdir(exist_ok=True)
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def open(self, block: int, make: Make, shard: str) -> PackedFile:
         """Returns a block; `make` gives its images where it is not there. Raises UserError where the disk cannot be written,
@@ -99,22 +97,18 @@ class BlockCache:
 
     def _write(self, path: Path, files: list[ImageFile]) -> None:
         each = (prepared(self._prepare, [files.pop(0)]) for _ in range(len(files)))  # what is done leaves the memory
-        try:
+        with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)  # where it was pruned meanwhile
             with whole_file(path, shared=True, durable=True) as draft, open(draft, "wb") as file:
                 write_packed(file, self._prepare, each, BadImages(len(files)))
                 self._written += file.tell()
-        except OSError as error:
-            raise self._unwritable(error) from error
         if self._written * _LOOKS > self.limit:
             self._written = 0
             self.trim()
 
-    def _unwritable(self, error: OSError) -> UserError:
-        return UserError(
-            f"cannot write decoded blocks to {self.root}: {error.strerror or error}\n"
-            "choose another disk with --cache_dir, or set a smaller --cache_limit"
-        )
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        advice = "choose another disk with --cache_dir, or set a smaller --cache_limit"
+        return explained(f"cannot write decoded blocks to {self.root}", advice, OSError)
 
     def trim(self) -> None:
         """Removes the longest unused blocks of all datasets once they are larger than the limit together."""

@@ -1,6 +1,7 @@
 """A packed cache: every image decoded once into one flat file that later runs map into memory.
 
-    <folder>/images.bin    see `packed_file`
+    <folder>/images.bin    values of the images, one after the other, each [channels, height, width]; the first value of each,
+                           int64 [images]; heights and widths, int32 [images, 2]; a description in JSON; its length in 8 bytes
 
 The folder appears under its name complete or not at all (written aside, then renamed), and one whose file does not have the
 size that it states is made again. A file lock, which the system frees when its holder dies, lets one process pack while the
@@ -9,29 +10,33 @@ others wait. While packing, memory holds a few MB per core, and 8 bytes of each 
 
 import collections
 import contextlib
-import ctypes
+import dataclasses
+import functools
+import json
+import math
+import mmap
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from filelock import FileLock
 
-from utils.core.errors import UserError
-from utils.core.launcher import PR_SET_PDEATHSIG
+from utils.core.errors import UserError, explained
+from utils.core.launcher import end_with_parent
 from utils.core.limits import usable_cores
 from utils.core.signals import signals_held
 from utils.core.size import Size
-from utils.data.bad_images import BadImages
+from utils.data.bad_images import BadImage, BadImages
 from utils.data.decode import ImageFile, ImagePreparation, Prepared, cut, prepared
 from utils.data.packed_caches import PACKED
-from utils.data.packed_file import DAMAGED, PackedFile, write_packed
 from utils.data.stored_files import is_remote
 
 PACKING_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
@@ -40,9 +45,116 @@ _LARGEST_READ = 64  # images of a task whose files are read for it: the next one
 _CHUNK_BYTES = 2**20  # of a task's images, about
 _WORTH_PROCESSES = 2000  # images: fewer are decoded in threads
 _REMOTE_WORKERS = 16  # threads that wait for a network
+DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError)  # or missing
+_KEEP_MAPPED_BYTES = 256 * 2**20  # resident memory of a larger file stays that of one batch
 
 ReadFiles = Callable[[int, int], list[ImageFile]]  # start, stop -> the files of rows [start, stop)
 Progress = Callable[[int, int], None]  # of (done, total)
+
+
+class MappedFile:
+    """A file, mapped when first used; a pickled copy maps it again instead of carrying it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @functools.cached_property
+    def data(self) -> mmap.mmap:
+        with open(self.path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def array(self, dtype: np.dtype | type, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
+        """Returns a read-only array of what stands from byte `offset` on."""
+        return np.frombuffer(self.data, dtype, math.prod(shape), offset).reshape(shape)
+
+    def forget_pages(self) -> None:
+        """Drops the pages of a large file from this process, not from the system's cache, so that they do not add up."""
+        if len(self.data) > _KEEP_MAPPED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "data"}
+
+
+class PackedFile(MappedFile):
+    """The images of a file.
+
+    Attributes:
+        shape: (channels, height, width) of all images; None where their sizes differ.
+        remarks: how many images each key of `decode.REMARKS` applies to.
+        bad: number of an image that cannot be decoded, which is blank here -> what is known of it.
+
+    Raises one of `DAMAGED` where it is missing or damaged.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        text = len(self.data) - 8
+        start = text - int.from_bytes(self.data[text:], "little")
+        about = json.loads(self.data[start:text] if start >= 0 else b"")
+        self._length, self.channels, self._dtype = about["images"], about["channels"], np.dtype(about["dtype"])
+        self._end = about["values"] * self._dtype.itemsize
+        if self._end + 16 * self._length != start:
+            raise ValueError(f"{path} is damaged")
+        self.shape = tuple(about["shape"]) if about["shape"] else None
+        self.remarks: dict[str, int] = about["remarks"]
+        self.bad = {bad["row"]: BadImage(**bad) for bad in about["bad_images"]}
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def values(self) -> np.ndarray:
+        """Those of all images, one after the other."""
+        return self.array(self._dtype, (self._end // self._dtype.itemsize,))
+
+    def at(self, numbers: np.ndarray) -> list[np.ndarray]:
+        """Returns pixels [channels, height, width] of each of `numbers` int64 [n]."""
+        starts = self.array(np.int64, (self._length,), self._end)[numbers]
+        sizes = self.array(np.int32, (self._length, 2), self._end + 8 * self._length)[numbers]
+        values, channels = self.values, self.channels
+        return [
+            values[start : start + channels * height * width].reshape(channels, height, width)
+            for start, (height, width) in zip(starts.tolist(), sizes.tolist())
+        ]
+
+
+def write_packed(
+    file: IO[bytes],
+    prepare: ImagePreparation,
+    chunks: Iterable[Prepared],
+    bad_images: BadImages,
+    tell: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Writes the images of all chunks. Memory holds one chunk, and 8 bytes of each image; `tell` gets the number of those done.
+
+    Those that cannot be decoded are added to `bad_images`, by their numbers; raises what its `learn` raises.
+    """
+    parts: list[np.ndarray] = []  # of heights and widths
+    remarks: collections.Counter[str] = collections.Counter()
+    done = 0
+    for images, remarked, errors in chunks:
+        bad_images.learn(BadImage(done + number, *error) for number, error in errors)
+        for pixels in images:
+            file.write(pixels.data)
+        parts.append(np.array([pixels.shape[1:] for pixels in images], np.int32))
+        remarks.update(remarked)
+        done += len(images)
+        tell(done)
+    all_sizes, blank = np.concatenate(parts), prepare.blank()
+    lengths = all_sizes.prod(1, dtype=np.int64) * len(blank)
+    about = {
+        "images": done,
+        "channels": len(blank),
+        "dtype": str(blank.dtype),
+        "values": int(lengths.sum()),
+        "shape": [len(blank), *all_sizes[0].tolist()] if (all_sizes == all_sizes[0]).all() else None,
+        "remarks": remarks,
+        "bad_images": [dataclasses.asdict(bad) for bad in bad_images.values()],
+    }
+    text = json.dumps(about).encode()
+    starts = np.cumsum(lengths) - lengths
+    file.write(starts.tobytes() + all_sizes.tobytes() + text + len(text).to_bytes(8, "little"))
 
 
 class PackedImages:
@@ -58,7 +170,7 @@ class PackedImages:
         bad_images: all that cannot be decoded; their rows hold blank images, which are not to be shown.
 
     Raises:
-        `packed_file.DAMAGED`: the folder is missing, incomplete or damaged.
+        one of `DAMAGED`: the folder is missing, incomplete or damaged.
         UserError: more images than `max_bad_images` cannot be decoded.
     """
 
@@ -104,7 +216,8 @@ def pack_once(
     """
     with contextlib.suppress(*DAMAGED):
         return PackedImages(folder, prepare.size, max_bad_images)
-    try:
+    advice = "choose another disk with --cache_dir, or set --cache_images no (then each image is decoded when it is needed)"
+    with explained(f"cannot write the packed images {folder}", advice, OSError):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             with contextlib.suppress(*DAMAGED):
@@ -119,11 +232,6 @@ def pack_once(
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
             return PackedImages(folder, prepare.size, max_bad_images)
-    except OSError as error:
-        raise UserError(
-            f"cannot write the packed images {folder}: {error.strerror or error}\n"
-            "choose another disk with --cache_dir, or set --cache_images no (then each image is decoded when it is needed)"
-        ) from error
 
 
 def free_for(folder: Path, needed: int) -> None:
@@ -186,13 +294,7 @@ def _chunks(count: int, read_files: ReadFiles, prepare: ImagePreparation, first:
 
 def _processes(workers: int) -> ProcessPoolExecutor:
     """Processes that end with this one, however it ends: what they inherit includes the lock on the cache."""
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _end_with_parent, (os.getpid(),))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), end_with_parent, (os.getpid(), signal.SIGKILL))
     with signals_held():  # which launchers send to the whole process group: this process decides when to stop
         pool.submit(os.getpid).result()  # starts them all
     return pool
-
-
-def _end_with_parent(parent: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before
-        os._exit(1)

@@ -42,18 +42,7 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _NO_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)  # nothing is there, whatever the machine does
-_OTHERS = {  # how they begin
-    b"\x93NUMPY": "it is an array of numpy: turn it by np.load(io.BytesIO(row))",
-    b"\x1f\x8b": "it is compressed: turn it by gzip.decompress(row)",
-    b"\x78\x9c": "it is compressed: turn it by zlib.decompress(row)",
-    b"\x80\x04": "it is a pickle: load it yourself, and save images",
-    b"\x80\x05": "it is a pickle: load it yourself, and save images",
-    b"%PDF": "it is a PDF: render its pages",
-    b"<svg": "it is an SVG: render it",
-    b"<!DOCTYPE html": "it is a web page: download the image again",
-    b"<html": "it is a web page: download the image again",
-    b"version https://git-lfs": "it is a pointer of Git LFS: run git lfs pull",
-}
+_SHOWN = 23  # first bytes of what is no image, in a message
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -266,25 +255,18 @@ def _ended(data: bytes) -> bytes | None:
 
 
 def _instead(file: ImageFile) -> str:
-    """What a file is, where it is no image, or that it has as many bytes as a square image has values."""
-    data = file.data or b""
-    with contextlib.suppress(OSError):
-        head = data if file.path is None or is_address(file.path) else data or _head(file.path)
-        if head == b"" == data and not is_address(file.path or ""):
-            return " (it is empty)"
-        for begin, what in _OTHERS.items():
-            if head.lstrip().startswith(begin):
-                return f" ({what})"
+    """How what is no image begins, or that it has as many bytes as a square image has values; "" for what is elsewhere."""
+    data = file.data
     for channels in (1, 3, 4):
-        side = math.isqrt(len(data) // channels)
-        if side > 1 and len(data) == channels * side * side:
+        side = math.isqrt(len(data or b"") // channels)
+        if side > 1 and len(data or b"") == channels * side * side:
             return f" (raw pixels? turn them: np.frombuffer(row, np.uint8).reshape({side}, {side}, {channels}))"
-    return ""
-
-
-def _head(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(64)
+    if data is None and file.path is not None and not is_address(file.path):
+        with contextlib.suppress(OSError), open(file.path, "rb") as opened:
+            data = opened.read(2 * _SHOWN)
+    if data is None:
+        return ""
+    return f" (it begins with {data.strip()[:_SHOWN]!r})" if data else " (it is empty)"
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:

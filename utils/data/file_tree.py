@@ -26,7 +26,7 @@ import pyarrow as pa
 from pyarrow import compute, csv, parquet
 from pyarrow import json as lines
 
-from utils.core.errors import UserError, one_line
+from utils.core.errors import UserError, explained
 from utils.data.decode import image_suffixes
 from utils.data.image_column import shortened
 from utils.data.stored_files import ARCHIVES, forget_archives, is_address, list_archive, read_address
@@ -81,11 +81,9 @@ class FileTree:
 
     def add_folder(self, folder: str, prefix: str = "", above: tuple = ()) -> None:
         """Adds what lies below `folder`, with `prefix` before the names. Raises UserError for what cannot be read."""
-        try:
+        with explained(f"cannot read the folder {folder}", "check its permissions", OSError):
             status = os.stat(folder)
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError as error:
-            raise UserError(f"cannot read the folder {folder}: {error.strerror or error}\ncheck its permissions") from None
         itself = status.st_dev, status.st_ino
         if itself in above:
             self.left_out["link to a folder above it"] += 1
@@ -93,10 +91,8 @@ class FileTree:
         names = {entry.name for entry in entries}
         for entry in entries:
             stem = archive_stem(entry.name)
-            try:
+            with explained(f"cannot read {entry.path}", "check its permissions", OSError):
                 is_folder = entry.is_dir()
-            except OSError as error:
-                raise UserError(f"cannot read {entry.path}: {error.strerror or error}\ncheck its permissions") from None
             if is_folder:
                 if not entry.name.startswith((".", "__")):
                     self.add_folder(entry.path, f"{prefix}{entry.name}/", (*above, itself))
@@ -173,13 +169,9 @@ class FolderTable:
         tables = self._tables()
         if not tables:
             return
-        try:
+        what = f"the metadata files in {source} have columns of different types"
+        with explained(what, "give equal columns equal types", pa.ArrowException):
             self.table = pa.concat_tables(tables, promote_options="permissive")
-        except pa.ArrowException as error:
-            raise UserError(
-                f"the metadata files in {source} have columns of different types: {one_line(error)}\n"
-                "give equal columns equal types"
-            ) from error
         names = self._resolved([table["file_name"].to_pylist() for table in tables])
         place = self.table.column_names.index("file_name")
         self.table = self.table.set_column(place, "file_name", pa.array(names, pa.string()))
@@ -192,32 +184,17 @@ class FolderTable:
         for name in found or classes:
             path, folder = self._tree.paths[name], posixpath.dirname(name)
             beside = [file for file in listed if posixpath.dirname(file) == folder]
-            try:
-                table = self._read(name, path, classes)
-                if "file_name" not in table.column_names:
-                    table = table.rename_columns([_usual(column) for column in table.column_names])
-                files = table["file_name"].to_pylist()
-                if len({*table.column_names}) < len(table.column_names):
-                    raise ValueError("two of its columns have the same name")
-            except KeyError:
+            with explained(f"cannot read {path}", "repair or remove this file"):
+                table = _with_usual_names(self._read(name, path, classes))
+            if "file_name" not in table.column_names:
                 if beside:  # which lists the images; this one is about something else
                     continue
+                columns = ", ".join(table.column_names)
                 raise UserError(
-                    f"{path} has no column file_name\n"
-                    f"name the column of the files file_name; its columns: {', '.join(table.column_names)}"
-                ) from None
-            except Exception as error:  # pyarrow has many
-                raise UserError(f"cannot read {path}: {one_line(error)}\nrepair or remove this file") from error
-            # Paths that begin at the root, here or on another machine, have other folders before those of the files.
-            files = [file and re.sub("^(file:(//[^/]*)?)?/*", "", str(file).replace("\\", "/")) for file in files]
-            for row, file in enumerate(files):
-                if not file or is_address(file) or posixpath.normpath(posixpath.join(folder, file)).startswith(".."):
-                    shown = file and shortened(file)
-                    raise UserError(
-                        f"{path}, row {row}: file_name is {shown!r}, which is not a file in the same folder\n"
-                        "use paths relative to that folder"
-                    )
-            files, inside = [posixpath.normpath(posixpath.join(folder, file)) for file in files], files
+                    f"{path} has no column file_name\nname the column of the files file_name; its columns: {columns}"
+                )
+            inside = _relative(table["file_name"].to_pylist(), folder, path)
+            files = [posixpath.normpath(posixpath.join(folder, file)) for file in inside]
             if same := [file for file in beside if listed[file] >= {*files}]:
                 self.notes.append(f"{same[0]} is used, and {name}, which lists no other images, is not")
                 continue
@@ -287,6 +264,29 @@ class FolderTable:
             self.notes.append(f"{len(resolved):,} in the metadata differ from the names of files: {shown}")
         self.paths = [self._tree.paths.get(resolved.get(name, name), path) for name, path in zip(names, self.paths)]
         return [resolved.get(name, name) for name in names]
+
+
+def _with_usual_names(table: Any) -> Any:
+    """The table, with the column `file_name` under this name. Raises ValueError where two columns have one name."""
+    if "file_name" not in table.column_names:
+        table = table.rename_columns([_usual(column) for column in table.column_names])
+    if len({*table.column_names}) < len(table.column_names):
+        raise ValueError("two of its columns have the same name")
+    return table
+
+
+def _relative(names: list[Any], folder: str, path: str) -> list[str]:
+    """The cells of file_name as paths below `folder`. Those that begin at the root, here or on another machine, have other
+    folders before those of the files. Raises UserError."""
+    files = [name and re.sub("^(file:(//[^/]*)?)?/*", "", str(name).replace("\\", "/")) for name in names]
+    for row, file in enumerate(files):
+        if not file or is_address(file) or posixpath.normpath(posixpath.join(folder, file)).startswith(".."):
+            shown = file and shortened(file)
+            raise UserError(
+                f"{path}, row {row}: file_name is {shown!r}, which is not a file in the same folder\n"
+                "use paths relative to that folder"
+            )
+    return files
 
 
 def decoded_text(data: bytes) -> tuple[str, str]:

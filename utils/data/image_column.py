@@ -183,8 +183,7 @@ def _pixel_columns(dataset: datasets.Dataset) -> list[str]:
 class EncodedImages:
     """The images of one column, or of columns of one pixel each, read by row and never decoded here.
 
-    Relative paths begin at `base`, the folder of the file that holds them; earlier releases took the working directory, which
-    still counts where the first path leads to a file there and to none at `base`.
+    Relative paths begin at `base`, the folder of the file that holds them.
 
     Attributes:
         dtype, shape: of the first image, where they are arrays; else None.
@@ -192,15 +191,13 @@ class EncodedImages:
 
     def __init__(self, dataset: datasets.Dataset, columns: list[str], base: str | None = None, first_row: int = 0):
         """`first_row`: the number of the first row, for the names of images."""
-        self.columns, self._base, self._first_row = columns, "", first_row
+        self.columns, self._base, self._first_row = columns, base or "", first_row
         self.table = dataset.select_columns(columns).with_format("arrow")
         self._feature = dataset.features[columns[0]]
         self._name = f"column {columns[0]!r}" if len(columns) == 1 else f"columns {columns[0]!r} to {columns[-1]!r}"
         first = self._first()
         self.dtype = None if first is None or first.array is None else first.array.dtype
         self.shape = None if first is None or first.array is None else first.array.shape
-        if base is not None and first is not None and first.path and not is_address(first.path):
-            self._base = "" if os.path.exists(first.path) and not os.path.exists(_below(base, first.path)) else base
 
     def _first(self) -> ImageFile | None:
         """The first that is there."""

@@ -29,14 +29,13 @@ import numpy as np
 import torch
 
 from utils.core import randomness
-from utils.core.errors import UserError
+from utils.core.errors import UserError, explained
 from utils.data.augmentation import to_unit_range
 from utils.data.autoencoder import Autoencoder, Scale
 from utils.data.bad_images import BadImage
-from utils.data.cache import Progress, free_for
+from utils.data.cache import MappedFile, Progress, free_for
 from utils.data.dataset import ImageSet, cache_folder
 from utils.data.packed_caches import describe_size, mark_used, size_of
-from utils.data.packed_file import MappedFile
 
 LATENTS_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
 FILE = "latents.bin"
@@ -115,12 +114,8 @@ def pack_latents(
     made_of = [LATENTS_VERSION, images.fingerprint, autoencoder.fingerprint(), mirrors]
     folder = cache_folder(cache_dir) / hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
     encoding = _Encoding(folder, images, autoencoder, mirrors, device, progress)
-    try:
+    with explained(f"cannot write the latents {folder}", "choose another disk with --cache_dir", OSError):
         latents = _opened(folder) or encoding.finished()
-    except OSError as error:
-        raise UserError(
-            f"cannot write the latents {folder}: {error.strerror or error}\nchoose another disk with --cache_dir"
-        ) from error
     images.bad_images.learn(latents.bad_images)
     mirrored = f"mirror images: {'yes' if mirrors else 'no'}"
     about = {"data": images.source, "images": f"latents of {len(images):,} images", "options": mirrored}

@@ -91,24 +91,18 @@ class WindowedOrder(SampleOrder):
 
     def indices(self, sample_numbers: torch.Tensor) -> torch.Tensor:
         passes, positions = np.divmod(sample_numbers.numpy(), self.length)
-        starts, stops, keys = (np.empty_like(positions) for _ in range(3))  # of the window of each sample
-        orders = {number: self._pass(number) for number in np.unique(passes).tolist()}
-        for number, order in orders.items():
-            same = passes == number
-            windows = order.window_of(positions[same])
-            starts[same], stops[same] = order.windows[windows], order.windows[windows + 1]
-            keys[same] = number * len(self.blocks) + windows
-        shuffled, sizes = np.empty_like(positions), stops - starts
-        for size in np.unique(sizes).tolist():  # a permutation has one length: windows of one size go together
-            same = sizes == size
-            within, key = torch.from_numpy((positions - starts)[same]), torch.from_numpy(keys[same])
-            shuffled[same] = randomness.permute(self.seed, "within_window", key, within, size).numpy()
-        shuffled += starts
         found = np.empty_like(positions)
-        for number, order in orders.items():
-            same = passes == number
-            places = np.searchsorted(order.starts, shuffled[same], side="right") - 1
-            found[same] = self._first[order.blocks[places]] + shuffled[same] - order.starts[places]
+        for number in np.unique(passes).tolist():
+            order = self._pass(number)
+            windows = np.where(passes == number, order.window_of(positions), -1)
+            for window in np.unique(windows[windows >= 0]).tolist():
+                same = windows == window
+                start, stop = order.windows[window : window + 2].tolist()
+                within = torch.from_numpy(positions[same] - start)
+                keys = torch.full_like(within, number * len(self.blocks) + window)
+                shuffled = start + randomness.permute(self.seed, "within_window", keys, within, stop - start).numpy()
+                places = np.searchsorted(order.starts, shuffled, side="right") - 1
+                found[same] = self._first[order.blocks[places]] + shuffled - order.starts[places]
         return torch.from_numpy(found)
 
     def _pass(self, number: int) -> "_Pass":

@@ -82,14 +82,9 @@ def list_caches(root: Path) -> list[PackedCache]:
         with contextlib.suppress(OSError):  # removed meanwhile
             last_use = (path if path.exists() else folder).stat().st_mtime
             with _locked(folder) as free:
-                found.append(PackedCache(folder, _read_about(folder), size_of(folder), last_use, not free))
+                about = "not packed to its end" if folder.suffix == _UNFINISHED else "; ".join(read_json(path).values())
+                found.append(PackedCache(folder, about or "not known", size_of(folder), last_use, not free))
     return sorted(found, key=lambda cache: cache.last_use)
-
-
-def _read_about(folder: Path) -> str:
-    if folder.suffix == _UNFINISHED:
-        return "not packed to its end"
-    return "; ".join(map(str, read_json(folder / _ABOUT).values())) or "not known"
 
 
 @contextlib.contextmanager

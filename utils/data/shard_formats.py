@@ -10,7 +10,7 @@ import functools
 import io
 import itertools
 import json
-import tarfile
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from utils.core.errors import UserError
 from utils.data.shards import Shard, open_shard
-from utils.data.stored_files import is_address
+from utils.data.stored_files import is_address, tar_files
 
 _FOOTERS = 512  # kept in memory
 _SAMPLES = 100  # of a tar in a group
@@ -29,11 +29,9 @@ _BUFFER = 8 * 2**20  # bytes of a tar that are read at once for its index
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm", ".pgm")
 _FILES = "files of the sample"  # in the index of a tar
 _FIRST = 100  # samples that tell the columns of a tar
-_BLOCK = 512  # bytes: a tar consists of such blocks
 VERSION = 1  # of what follows from a shard: raise it when the same shard gives other rows
 _ARROW_MAGIC, _ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
-_LINKS = 10_000  # images that a hard link may lead to, the newest
-_Place = tuple[int, int, str]  # of an image in a tar: offset, size, name
+_NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)", re.DOTALL)  # of a file in a tar: that of its sample, and the rest
 _ROWS, _PLACES, _SCHEMA = b"rows", b"places", b"schema"  # metadata of an index
 
 
@@ -141,7 +139,7 @@ class Tar:
         table: dict[str, list] = {name: [] for name in (_FILES, *columns)}
         with open_shard(shard) as file:
             for files, values in self._samples(file, shard):
-                table[_FILES].append([{"column": c, "offset": o, "size": s, "name": n} for c, (o, s, n) in files.items()])
+                table[_FILES].append(list(files.values()))
                 for name in columns:
                     table[name].append(values.get(name))
         for name in columns:
@@ -174,38 +172,22 @@ class Tar:
             images.append({"bytes": content, "path": file and file["name"]})
         return pa.table({column: pa.array(images, pa.struct({"bytes": pa.binary(), "path": pa.string()}))})
 
-    def _samples(self, file: Any, shard: Shard) -> Iterator[tuple[dict[str, _Place], dict[str, Any]]]:
+    def _samples(self, file: Any, shard: Shard) -> Iterator[tuple[dict[str, dict], dict[str, Any]]]:
         """(its images: column -> place; its values: column -> number or text) of each sample. Raises ReadError at its end where
         it is damaged."""
-        key, files, values = "", dict[str, _Place](), dict[str, Any]()
-        places: dict[str, tuple[int, int]] = {}  # of the newest images, for hard links
         source = io.BufferedReader(file, _BUFFER) if is_address(shard.address) else file
-        with tarfile.open(fileobj=source, mode="r:") as archive:
-            for member in archive:
-                archive.members.clear()  # type: ignore[attr-defined]  # its memory
-                folder, _, name = member.name.rpartition("/")
-                stem, dot, ending = name.partition(".")
-                if not (member.isreg() or member.islnk()) or not dot or not stem:  # or a hidden file
-                    continue
-                if f"{folder}/{stem}" != key:
-                    if files or values.keys() - {"txt"}:
-                        yield files, values
-                    key, files, values = f"{folder}/{stem}", {}, {}
-                column = ending.lower()
+        named = ((found, place) for name, *place in tar_files(source) if (found := _NAME.fullmatch(name)))
+        for _, sample in itertools.groupby(named, lambda each: each[0][1]):
+            files, values = dict[str, dict](), dict[str, Any]()
+            for found, (offset, size) in sample:
+                column = found[2].lower()
                 if f".{column}".endswith(_IMAGES):
-                    place = places.get(member.linkname) if member.islnk() else (member.offset_data, member.size)
-                    if place is not None:
-                        files[column] = (*place, member.name)
-                        places[member.name] = place
-                        while len(places) > _LINKS:
-                            places.pop(next(iter(places)))
-                elif column in ("cls", "txt", "json") and member.isreg():
-                    values |= self._values(column, archive.extractfile(member).read())  # type: ignore[union-attr]
+                    files[column] = {"column": column, "offset": offset, "size": size, "name": found[0]}
+                elif column in ("cls", "txt", "json"):
+                    source.seek(offset)
+                    values |= self._values(column, source.read(size))
             if files or values.keys() - {"txt"}:
                 yield files, values
-            source.seek(archive.offset)
-            if source.read(_BLOCK) != bytes(_BLOCK):  # tarfile takes this for its end
-                raise tarfile.ReadError("it is cut short or damaged")
 
     def _values(self, column: str, data: bytes) -> dict[str, Any]:
         text = data.decode("utf-8", "replace").strip()

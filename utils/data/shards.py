@@ -3,6 +3,7 @@
 A shard is a file on this machine, or lies behind an address that fsspec reads (`hf://`, `s3://`, ...) or a web server answers.
 """
 
+import contextlib
 import glob
 import http.client
 import json
@@ -22,9 +23,9 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
 from utils.core.bars import print_progress
-from utils.core.errors import UserError, one_line
+from utils.core.errors import UserError, explained, one_line
 from utils.data.sources import find_builder
-from utils.data.stored_files import is_address
+from utils.data.stored_files import GONE, is_address, is_web
 from utils.options.flags import DataOptions
 
 T = TypeVar("T")
@@ -35,7 +36,6 @@ TIMEOUT = 30  # seconds without a byte of a web server
 KINDS = "parquet, tar or arrow files"
 ENDINGS = (".parquet", ".tar", ".arrow")  # of a folder with several kinds, the first one counts
 _BUILDERS = ("parquet", "webdataset", "arrow")  # of `datasets`, that read such files
-_GONE = (401, 403, 404, 410)  # answers of a server that will not change soon
 _AT_ONCE = 16  # shards that are looked at or indexed at the same time
 _DAMAGED = ("ArrowInvalid", "ReadError")  # of pyarrow and tarfile
 _STAMPS = ("ETag", "etag", "sha256", "blob_id", "md5Hash", "last_modified", "LastModified", "mtime", "created")
@@ -101,32 +101,25 @@ def in_parallel(work: Callable[[Any], T], items: list[Any]) -> Iterator[T]:
 
 def _saved(name: str, split: str) -> list[str] | None:
     """The files of a folder that `save_to_disk` wrote; None for anything else."""
-    if _is_web(name) or "{" in name or glob.has_magic(name) or not (is_address(name) or os.path.isdir(name)):
+    if is_web(name) or "{" in name or glob.has_magic(name) or not (is_address(name) or os.path.isdir(name)):
         return None
-    try:
+    with _listing(name):
         files, path = url_to_fs(name)
-        found = [file for file in ("dataset_dict.json", "state.json") if files.isfile(f"{path}/{file}")]
-        if not found:
+        splits = None
+        if files.isfile(f"{path}/dataset_dict.json"):
+            splits, path = json.loads(files.cat_file(f"{path}/dataset_dict.json"))["splits"], f"{path}/{split}"
+        elif not files.isfile(f"{path}/state.json"):
             return None
-        if found[0] == "dataset_dict.json":
-            splits = json.loads(files.cat_file(f"{path}/dataset_dict.json"))["splits"]
-            path = f"{path}/{split}"
-            state = json.loads(files.cat_file(f"{path}/state.json")) if split in splits else {}
-        else:
-            state = json.loads(files.cat_file(f"{path}/state.json"))
-            splits = [state.get("_split") or "train"]
-        if split not in splits:
+        state = json.loads(files.cat_file(f"{path}/state.json")) if splits is None or split in splits else {}
+        if split not in (splits := splits or [state.get("_split") or "train"]):
             raise _no_such_split(split, name, splits)
         shards = [f"{path}/{file['filename']}" for file in state["_data_files"]]
-    except UserError:
-        raise
-    except Exception as error:  # each file system has its own
-        raise _cannot_list(name, error) from error
     return [files.unstrip_protocol(shard) for shard in shards] if is_address(name) else shards
 
 
-def _cannot_list(name: str, error: Exception) -> UserError:
-    return UserError(f"cannot list --dataset_name {name}: {one_line(error)}\ncheck the address and the network")
+def _listing(name: str) -> contextlib.AbstractContextManager[None]:
+    """Each file system has its own errors."""
+    return explained(f"cannot list --dataset_name {name}", "check the address and the network")
 
 
 def _no_such_split(split: str, name: object, splits: Iterable[str]) -> UserError:
@@ -154,9 +147,9 @@ def _behind(address: str) -> list[str]:
         first, last = found.groups()
         numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
         return [more for number in numbers for more in _behind(address[: found.start()] + number + address[found.end() :])]
-    if _is_web(address):
+    if is_web(address):
         return [address]
-    try:
+    with _listing(address):
         files, path = url_to_fs(address)
         if glob.has_magic(path):
             paths = sorted(files.glob(path))
@@ -166,18 +159,12 @@ def _behind(address: str) -> list[str]:
             paths = [found for found in paths if found.lower().endswith(tuple(endings[:1]))]
         else:
             paths = [path]
-    except Exception as error:  # each file system has its own
-        raise _cannot_list(address, error) from error
     return [files.unstrip_protocol(path) for path in paths]
-
-
-def _is_web(address: str) -> bool:
-    return address.startswith(("http://", "https://"))
 
 
 def look_at(address: str) -> Shard:
     """Returns what is known of a shard without its content. Raises what its file system raises."""
-    if _is_web(address):
+    if is_web(address):
         _, size, stamp = _get(address, 0, 0)
         return Shard(address, size, stamp)
     files, path = url_to_fs(address)
@@ -187,7 +174,7 @@ def look_at(address: str) -> Shard:
 
 def open_shard(shard: Shard) -> IO[bytes]:
     """Opens a shard for reading parts of it. Raises ShardChanged, and what its file system raises."""
-    if _is_web(shard.address):
+    if is_web(shard.address):
         return _WebFile(shard)
     if look_at(shard.address) != shard:
         raise ShardChanged(shard.address)
@@ -231,7 +218,7 @@ def _get(address: str, first: int, last: int) -> tuple[bytes, int, str]:
                 raise UserError(f"the server of {address} does not send parts of files\ndownload them, and use their folder")
             data = answer.read()
     except urllib.error.HTTPError as error:
-        if error.code in _GONE:
+        if error.code in (401, *GONE):
             raise FileNotFoundError(f"the server answers {error.code} {error.reason}") from None
         raise
     if int(found[1]) != first or len(data) != last - first + 1:

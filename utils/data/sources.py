@@ -6,7 +6,6 @@ a folder of images, or an archive of one. Folders of images are read here, not b
 a word and cannot read the classes of archives. No code of a dataset is run: `datasets` since version 4 has no loading scripts.
 """
 
-import contextlib
 import dataclasses
 import functools
 import glob
@@ -14,7 +13,6 @@ import hashlib
 import os
 import posixpath
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,7 @@ from PIL import Image
 from pyarrow.dataset import ParquetFragmentScanOptions
 
 from utils.core.errors import UserError
-from utils.core.hub import is_only_a_path, no_such_path, told
-from utils.data.decode import image_suffixes
+from utils.core.hub import is_only_a_path, loading, no_such_path
 from utils.data.file_tree import ABOUT_IMAGES, FileTree, archive_stem, decoded_text, mark_of, scan, suffix_of
 from utils.data.image_folder import ImageFolder
 from utils.options.flags import DataOptions
@@ -80,20 +77,20 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     is_folder = path.is_dir() and options.dataset_config_name is None
     images, tables = _images_and_tables(path) if is_folder else (0, 0)
     if images and not tables:  # whatever else is there: `datasets` takes as many captions as images for a set of texts
-        return dataclasses.replace(_open_image_folder(options, dataset_name), description=description)
+        return _open_image_folder(options, dataset_name, description)
     try:
         builder, files = find_builder(options)
     except UserError:
         if is_folder and (images or not tables):  # without images, that says what is there instead
-            return dataclasses.replace(_open_image_folder(options, dataset_name), description=description)
+            return _open_image_folder(options, dataset_name, description)
         raise
     if is_folder and (builder.name == "imagefolder" or (images and builder.name not in _BUILDER_OF_SUFFIX.values())):
-        return dataclasses.replace(_open_image_folder(options, dataset_name), description=description)
+        return _open_image_folder(options, dataset_name, description)
     if builder.name == "imagefolder" and any(
         archive_stem(file) for part in builder.config.data_files.values() for file in part
     ):
         return _open_archives(builder, dataset_split, description)
-    with _one_line(dataset_name):
+    with loading(f"the dataset {dataset_name}", dataset_name, "dataset"):
         builder.download_and_prepare()
         dataset = builder.as_dataset(split=dataset_split)
     return OpenedDataset(dataset, contents_key(files, dataset._fingerprint), description, base=_base(builder, dataset_split))
@@ -122,7 +119,7 @@ def find_builder(options: DataOptions) -> tuple[datasets.DatasetBuilder, list[Pa
     else:
         source = {"path": options.dataset_name, "name": options.dataset_config_name, "revision": options.dataset_revision}
     source["cache_dir"] = options.cache_dir
-    with _one_line(options.dataset_name):
+    with loading(f"the dataset {options.dataset_name}", str(options.dataset_name), "dataset"):
         builder = _builder(source, is_local=path.exists())
         if builder.name == "csv" and path.exists():
             dialects = [
@@ -155,26 +152,20 @@ def _described(options: DataOptions) -> str:
 def _images_and_tables(folder: Path) -> tuple[int, int]:
     """How many images lie below a folder, and how many files that `datasets` reads as tables; not of a kind that stands beside
     images of the same names, nor what is about the images of its folder, or of one beside it, as 00000.json is."""
-    images = tables = 0
-    met = set()
-    for place, folders, files in os.walk(folder, followlinks=True):
-        itself = os.stat(place)
-        if (itself.st_dev, itself.st_ino) in met:  # a link that leads back
-            folders[:] = []
-            continue
-        met.add((itself.st_dev, itself.st_ino))
-        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
-        parts = [os.path.splitext(name) for name in files if not name.startswith(".")]
-        own = {stem for stem, suffix in parts if suffix.lower() in image_suffixes()}
-        beside = {suffix for stem, suffix in parts if stem in own}
-        images += len([suffix for _, suffix in parts if suffix.lower() in image_suffixes()])
-        about = ABOUT_IMAGES | set(folders)
-        others = [(stem, suffix) for stem, suffix in parts if not about & {stem, stem.split("_")[0]}]
-        others = [(stem, suffix) for stem, suffix in others if suffix.lower() in _BUILDER_OF_SUFFIX and suffix not in beside]
-        tables += len(
-            [part for part in others if not own or part[1] != ".json" or _has_rows(os.path.join(place, "".join(part)))]
-        )
-    return images, tables
+    tree, tables = FileTree(str(folder), opens_archives=False), 0
+    tree.add_folder(str(folder))
+    images = [posixpath.splitext(name)[0] for name in tree.all_images()]
+    stems, with_images = set(images), {posixpath.dirname(stem) for stem in images}
+    beside = {(posixpath.dirname(name), suffix_of(name)) for name in tree.paths if posixpath.splitext(name)[0] in stems}
+    folders = {name[: slash.start()] for name in tree.paths for slash in re.finditer("/", name)}
+    for name in tree.paths:
+        place, suffix = posixpath.dirname(name), suffix_of(name)
+        if suffix in _BUILDER_OF_SUFFIX and (place, suffix) not in beside:
+            stem = posixpath.basename(name)[: -len(suffix)]
+            about = {stem, stem.split("_")[0]}
+            if not about & ABOUT_IMAGES and not folders & {posixpath.join(place, each) for each in about}:
+                tables += place not in with_images or suffix != ".json" or _has_rows(os.path.join(folder, name))
+    return len(images), tables
 
 
 def _has_rows(file: str) -> bool:
@@ -206,15 +197,6 @@ def _split_names(split: str) -> list[str]:
     return re.findall(r"(?:^|\+)\s*([\w.]+)", split)
 
 
-@contextlib.contextmanager
-def _one_line(dataset_name: object) -> Iterator[None]:
-    """Turns the many kinds of failure of `datasets` into one clear line."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(f"cannot load the dataset {dataset_name}: {told(error, str(dataset_name), 'dataset')}") from error
-
-
 def _builder(source: dict[str, Any], is_local: bool) -> datasets.DatasetBuilder:
     """What `datasets` found out about the data; without a network, of what was downloaded earlier."""
     try:
@@ -238,7 +220,7 @@ def _open_archives(builder: Any, split: str, description: str) -> OpenedDataset:
     for name, files in builder.config.data_files.items():
         if split != "all" and name not in _split_names(split):
             continue
-        with _one_line(description):
+        with loading(f"the dataset {description}", description, "dataset"):
             places = manager.download(list(files))
         base = posixpath.commonpath([posixpath.dirname(file) for file in files])
         for file, place in zip(files, places):
@@ -256,17 +238,17 @@ def _open_archives(builder: Any, split: str, description: str) -> OpenedDataset:
     return OpenedDataset(images.dataset, tree.key(split), description, images.notes)
 
 
-def _open_image_folder(options: DataOptions, folder: str) -> OpenedDataset:
+def _open_image_folder(options: DataOptions, folder: str, description: str | None = None) -> OpenedDataset:
     tree = scan(folder)
     images = ImageFolder(tree, folder, options.dataset_split)
     if options.on_bad_image == "fail" and (missing := images.missing(options.max_train_images)):
         how = "".join(f"; {note}" for note in images.notes if " was read as " in note)  # perhaps in a wrong encoding
         raise UserError(f"{missing}{how}\nrepair the metadata, or use --on_bad_image replace")
-    return OpenedDataset(images.dataset, tree.key(options.dataset_split), folder, images.notes)
+    return OpenedDataset(images.dataset, tree.key(options.dataset_split), description or folder, images.notes)
 
 
 def _open_saved(path: Path, split: str) -> OpenedDataset:
-    with _one_line(path):
+    with loading(f"the dataset {path}", str(path), "dataset"):
         saved = datasets.load_from_disk(str(path))
     splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
     if split not in splits:

@@ -8,14 +8,16 @@ import os
 import tarfile
 import time
 import zipfile
+from collections.abc import Iterator
+from typing import IO
 
-from utils.core.errors import UserError, one_line
+from utils.core.errors import explained, one_line
 
 ARCHIVES = ("zip", "tar")  # schemes of addresses, and suffixes of files
 _WAITS = (1.0, 5.0)  # seconds before an address is tried again
 _TIMEOUT = 30  # seconds without an answer of a web server
 _BLOCK = 512  # bytes of zeros that end a tar archive
-_GONE = (403, 404, 410)  # answers of a server that will not change soon
+GONE = (403, 404, 410)  # answers of a server that will not change soon
 
 
 class _Zip:
@@ -35,26 +37,35 @@ class _Zip:
 
 class _Tar:
     def __init__(self, path: str):
-        self._places: dict[str, tuple[int, int]] = {}  # offset and size
-        with tarfile.open(path, "r:") as archive:
-            for member in archive:
-                if member.isreg():
-                    self._places[member.name] = member.offset_data, member.size
-                elif member.islnk() and member.linkname in self._places:
-                    self._places[member.name] = self._places[member.linkname]
+        with open(path, "rb") as file:
+            self._places = {name: (offset, size) for name, offset, size in tar_files(file)}
         self.names, self._path = list(self._places), path
-        if self._at(archive.offset, _BLOCK) != bytes(_BLOCK):
-            raise ValueError("it is cut short or damaged")  # tarfile takes this for its end
 
     def read(self, name: str) -> bytes:
         if name not in self._places:
             raise FileNotFoundError("no such file in the archive")
-        return self._at(*self._places[name])
-
-    def _at(self, offset: int, size: int) -> bytes:
+        offset, size = self._places[name]
         with open(self._path, "rb", buffering=0) as file:  # a position of its own for each thread
             file.seek(offset)
             return file.read(size)
+
+
+def tar_files(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
+    """Yields name, offset and size of each file in an uncompressed tar archive; of a hard link, those of what it leads to.
+
+    Between two of them `file` may be read anywhere. Raises TarError where it is damaged, at its end, too.
+    """
+    places: dict[str, tuple[int, int]] = {}
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        for member in archive:
+            archive.members.clear()  # type: ignore[attr-defined]  # its memory
+            place = (member.offset_data, member.size) if member.isreg() else places.get(member.linkname)
+            if place is not None and (member.isreg() or member.islnk()):
+                places[member.name] = place
+                yield member.name, *place
+    file.seek(archive.offset)
+    if file.read(_BLOCK) != bytes(_BLOCK):  # tarfile takes this for its end
+        raise tarfile.ReadError("it is cut short or damaged")
 
 
 def list_archive(kind: str, path: str) -> list[str]:
@@ -62,10 +73,9 @@ def list_archive(kind: str, path: str) -> list[str]:
 
     Raises UserError where it is damaged, encrypted, or of another kind.
     """
-    try:
+    damaged = OSError, ValueError, zipfile.BadZipFile, tarfile.TarError
+    with explained(f"cannot read the archive {path}", "download or make it again", damaged):
         return _open(kind, path, os.getpid()).names
-    except (OSError, ValueError, zipfile.BadZipFile, tarfile.TarError) as error:
-        raise UserError(f"cannot read the archive {path}: {one_line(error)}\ndownload or make it again") from error
 
 
 @functools.lru_cache(maxsize=16)
@@ -80,6 +90,11 @@ forget_archives = _open.cache_clear  # their lists of names take memory; they ar
 def is_address(path: str) -> bool:
     """Whether `path` is not simply a file on this machine."""
     return "://" in path
+
+
+def is_web(address: str) -> bool:
+    """Whether a web server answers for `address`."""
+    return address.startswith(("http://", "https://"))
 
 
 def is_remote(path: str) -> bool:
@@ -119,7 +134,7 @@ def read_address(path: str) -> bytes:
 
 
 def _download(address: str) -> bytes:
-    if not address.startswith(("http://", "https://")):
+    if not is_web(address):
         from datasets.utils.file_utils import xopen  # fsspec, with the user's login at the Hub
 
         with xopen(address, "rb") as file:
@@ -127,6 +142,6 @@ def _download(address: str) -> bytes:
     from huggingface_hub import get_session
 
     answer = get_session().get(address, timeout=_TIMEOUT)
-    if answer.status_code in _GONE:
+    if answer.status_code in GONE:
         raise FileNotFoundError(f"the server answers {answer.status_code} {answer.reason_phrase}")
     return answer.raise_for_status().content

@@ -21,15 +21,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock
 
-from utils.core.errors import UserError, one_line
+from utils.core.errors import UserError, explained
 from utils.core.files import whole_file
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache
-from utils.data.cache import Progress
+from utils.data.cache import PackedFile, Progress
 from utils.data.columns import Labels, find_labels, is_number, usual_labels
 from utils.data.decode import ImageFile, ImagePreparation, cut
 from utils.data.image_column import EncodedImages, files_key, find_image_column, first_of
-from utils.data.packed_file import PackedFile
 from utils.data.shard_formats import VERSION, Tar, columns_of, counts, format_of
 from utils.data.shards import Shard, UnreadableShard, find_shards, in_parallel, patiently
 from utils.data.stored_files import is_address
@@ -136,19 +135,13 @@ def open_shards(options: DataOptions, folder: Path, progress: Progress | None) -
     columns = _label_columns(features, options.label_column)
     folder.mkdir(parents=True, exist_ok=True)
     read_index = functools.partial(_indexed, columns=tuple(columns), folder=folder)
-    done = 0
-
-    def index(shard: Shard) -> pa.Table:
-        nonlocal done
-        table = patiently(lambda: read_index(shard), shard.address)
-        done += 1
-        if progress is not None:
-            progress(done, len(shards))
-        return table
-
+    tables: list[pa.Table] = []
     lock = hashlib.sha256(repr([shard.address for shard in shards]).encode()).hexdigest()[:16]
     with FileLock(folder / f"{lock}.lock"):  # one process indexes, and the others read what it wrote
-        tables = list(in_parallel(index, shards))
+        for table in in_parallel(lambda shard: patiently(lambda: read_index(shard), shard.address), shards):
+            tables.append(table)
+            if progress is not None:
+                progress(len(tables), len(shards))
     for shard, table in zip(shards, tables):
         if columns_of(table) != columns_of(tables[0]):
             raise UserError(
@@ -183,13 +176,9 @@ def _labels(
     if not columns:
         return (None, None, []) if requested is None else find_labels(_empty(features), requested)
     kinds = datasets.Features({name: features[name] for name in columns})
-    try:
+    advice = "make them alike, or choose another column with --label_column"
+    with explained(f"the labels in {', '.join(columns)} are not of one type in all shards", advice, pa.ArrowInvalid):
         parts = [table.select(columns).replace_schema_metadata(None).cast(kinds.arrow_schema) for table in tables]
-    except pa.ArrowInvalid as error:
-        raise UserError(
-            f"the labels in {', '.join(columns)} are not of one type in all shards: {one_line(error)}\n"
-            "make them alike, or choose another column with --label_column"
-        ) from None
     table = pa.concat_tables(parts).slice(0, rows)
     return find_labels(datasets.Dataset(table, info=datasets.DatasetInfo(features=kinds), fingerprint="labels"), requested)
 

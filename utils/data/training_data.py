@@ -64,15 +64,12 @@ class TrainingSamples:
         self.images, self.seed, self.device = images, options.seed, accelerator.device
         self.encoded = encoded
         self.shape = images.shape if encoded is None else encoded.latents.shape  # of what the network sees
-        self.micro_batch_size = options.micro_batch_size
-        self.random_flip, self._color_jitter = options.random_flip, options.color_jitter
-        self._augment_probability = options.augment_probability
+        self._options, self.micro_batch_size, self.random_flip = options, options.micro_batch_size, options.random_flip
         blocks = images.blocks()
         if blocks is not None:
             self._order: SampleOrder = WindowedOrder(blocks, options.shuffle_window, options.seed)
         else:
             self._order = SampleOrder(len(images), options.seed, images.labels if options.balanced_sampling else None)
-        self._center_crop = options.center_crop
         self._split = BatchSplit(
             train_batch_size=options.micro_batch_size,
             gradient_accumulation_steps=options.gradient_accumulation_steps,
@@ -89,7 +86,7 @@ class TrainingSamples:
             range(first_step, last_step),
             num_workers=num_workers,
             pin_memory=self.device.type not in ("cpu", "mps"),  # else a copy to the device waits for all before it
-            center_crop=self._center_crop,
+            center_crop=self._options.center_crop,
             latents=None if self.encoded is None else self.encoded.latents,
         )
 
@@ -106,11 +103,11 @@ class TrainingSamples:
                 seed=self.seed,
                 max_value=self.images.max_value,
                 random_flip=self.random_flip,
-                color_jitter=self._color_jitter,
+                color_jitter=self._options.color_jitter,
             )
         transforms = None
-        if self._augment_probability and not as_they_are:
-            transforms = draw_transforms(self.seed, sample_numbers, self._augment_probability)
+        if self._options.augment_probability and not as_they_are:
+            transforms = draw_transforms(self.seed, sample_numbers, self._options.augment_probability)
             clean_images = transformed(clean_images, transforms)
         noise = randomness.normal(self.seed, "noise", sample_numbers, self.shape)
         return Batch(sample_numbers, clean_images, noise, batch["labels"], transforms)

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from utils.core.deadline import within
-from utils.core.entrypoint import leave_now
+from utils.core.entrypoint import leave_now, within
 from utils.core.waiting import Meeting
 
 LEAST, FACTOR = 30.0, 10.0  # seconds; times the longest update so far
