@@ -13,10 +13,20 @@ from typing import Any
 from utils.core.signals import EXIT_DIVERGED, EXIT_STOPPED
 from utils.core.size import Size
 from utils.diagnostics.finding import count_line
-from utils.diagnostics.report.curves import PROBED, Curves, layer_figure
+from utils.diagnostics.report.figures import (
+    PROBED,
+    Curves,
+    covered,
+    evaluation_rows,
+    grids_of,
+    layer_figure,
+    newest_figures,
+    picture,
+    sample_rows,
+    strip,
+)
 from utils.diagnostics.report.page import TEMPLATES, cell, figure_name, flatten, number, write_page
 from utils.diagnostics.report.plots import bars, plot
-from utils.diagnostics.report.samples import covered, evaluation_rows, grids_of, newest_figures, picture, sample_rows, strip
 from utils.options.presets import FLAGS
 from utils.runs.record import RunRecord
 
