@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -348,14 +349,8 @@ def free_memory(device: torch.device, local_processes: int = 1) -> int:
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """Returns the largest of falling `sizes` that `fits`, where all smaller ones do too; None when none does."""
-    low, high = 0, len(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if fits(sizes[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return sizes[low] if low < len(sizes) else None
+    place = bisect_left(sizes, True, key=fits)
+    return sizes[place] if place < len(sizes) else None
 
 
 def recorded_split(output_dir: Path | None, global_batch_size: int, num_processes: int) -> int | None:

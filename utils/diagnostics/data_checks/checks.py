@@ -9,7 +9,7 @@ from utils.core.images import save_png
 from utils.diagnostics.data_checks.changed import changed
 from utils.diagnostics.data_checks.copies import copies, leak
 from utils.diagnostics.data_checks.pixels import bars, blocks, channels, pattern, repeated_pixels, smooth_enlargement
-from utils.diagnostics.data_checks.population import shapes_of_files, strangers
+from utils.diagnostics.data_checks.population import strangers
 from utils.diagnostics.data_checks.recognition import contradicted, mirror
 from utils.diagnostics.data_checks.sample import Sample, Seen
 
@@ -19,7 +19,6 @@ CHECKS: dict[Callable[[Sample], Iterator[Seen]], str] = {  # and the code that e
     pattern: "data-pattern",
     strangers: "data-mixed",
     changed: "data-mixed",
-    shapes_of_files: "data-mixed",
     copies: "data-copies",
     leak: "data-leak",
     repeated_pixels: "data-resampled",
