@@ -141,8 +141,7 @@ def records_of(args: DiagnoseOptions) -> dict:
     import torch
 
     from utils.data.augmentation import to_unit_range
-    from utils.diagnostics.network_check import examine_modules
-    from utils.diagnostics.probe import probe_network, probe_timesteps
+    from utils.diagnostics.probe import examine_modules, probe_network, probe_timesteps
     from utils.diffusion.ddpm import describe_schedule, is_flow
     from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
     from utils.diffusion.pipelines import image_shape, load_unconditional, training_scheduler
@@ -185,7 +184,7 @@ def load(args: DiagnoseOptions, resolution: int | str, image_channels: int) -> "
 def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOptions, report: Path | None) -> None:
     """What was looked at, with --all each check and figure; then the findings, with cause and fixes. `report`: the page."""
     from utils.diagnostics.finding import CATALOG, told
-    from utils.diagnostics.rules.audit import looks, measured
+    from utils.diagnostics.rules.training import looks, measured
     from utils.runs.history import to_json
 
     found = {finding.code for finding in findings}

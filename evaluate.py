@@ -43,11 +43,9 @@ def main(args: EvaluateOptions) -> None:
         from utils.core.bars import Bar
         from utils.core.distributed import make_accelerator, on_main_process
         from utils.evaluation.evaluator import Evaluation, refuse_too_few
-        from utils.evaluation.originals import OriginalsOfRuns
-        from utils.evaluation.reference import find_reference, measure_reference
-        from utils.evaluation.results import save_result
+        from utils.evaluation.reference import OriginalsOfRuns, find_reference, measure_reference
+        from utils.evaluation.results import read_results, refuse_to_compare, save_result, told
         from utils.evaluation.sources import find_sources
-        from utils.evaluation.table import read_results, refuse_to_compare, told
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,

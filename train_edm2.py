@@ -42,12 +42,10 @@ from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, se
 from utils.training.between_updates import Periodic
 from utils.training.budget import within_budget
 from utils.training.compile_check import check_first_batch
-from utils.training.latents import start_autoencoder
 from utils.training.memory_plan import MemoryPlan
 from utils.training.monitor import Monitor
-from utils.training.pretrained import Pretrained, load_weights, start_from_pipeline
-from utils.training.push import train_or_push
-from utils.training.run import begin_run, claim_folder, load_data, start_processes
+from utils.training.pretrained import Pretrained, load_weights, start_autoencoder, start_from_pipeline
+from utils.training.run import begin_run, claim_folder, load_data, start_processes, train_or_push
 
 
 class EDM2(Objective):

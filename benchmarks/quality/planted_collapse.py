@@ -17,9 +17,8 @@ import torch
 
 from benchmarks.shared.images import add_noise, digits, enlarged_class, halved_variance, halves, shapes
 from utils.core.distributed import make_accelerator
-from utils.evaluation.classifier import trained_classifier
 from utils.evaluation.evaluator import ClassJudge, Evaluation
-from utils.evaluation.extractors import make_extractor
+from utils.evaluation.extractors import make_extractor, trained_classifier
 from utils.evaluation.feature_sets import FeatureSet
 from utils.evaluation.memorization import Originals
 

@@ -54,7 +54,7 @@ from utils.runs.checkpoint_files import verify_checkpoint
 from utils.runs.checkpoints import attach_state_hooks, save_checkpoint
 from utils.runs.state import TrainState
 from utils.training.ledger import Ledger
-from utils.training.rank_times import RankTimes
+from utils.training.ranks import RankTimes
 from utils.training.rerun import Rerun
 
 CHECKS = ("BadUpdates.add_losses", "BadUpdates.add", "StopSignal.agreed")

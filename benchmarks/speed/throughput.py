@@ -56,7 +56,6 @@ import utils.training.compile_check
 import utils.training.evaluation
 import utils.training.progress
 import utils.training.samples
-import utils.training.validation
 from benchmarks.shared.bare_loop import UNCONDITIONAL, BareLoop, Switches
 from benchmarks.shared.measuring import allocated, default_device, describe, ratio, synchronize
 from benchmarks.shared.real_script import load_script, one_micro_batch, planned, run_script, synthetic_dataset
@@ -184,7 +183,7 @@ class SideBySide:
         apart = (
             ("compiling", utils.training.compile_check, "check_compiled"),
             ("checkpoint", utils.training.between_updates.Periodic, "_save"),
-            ("validation", utils.training.validation.Validation, "mean_loss"),
+            ("validation", utils.training.evaluation.Validation, "mean_loss"),
             ("evaluation", utils.training.evaluation.SampleEvaluation, "make"),
             ("sample grids", utils.training.samples.SampleGrids, "make"),
             ("examining it", utils.training.samples.SampleGrids, "probe"),

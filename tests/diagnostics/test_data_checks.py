@@ -11,8 +11,8 @@ from benchmarks.doctor.sets import damages
 from benchmarks.doctor.sets.pictures import Pictures
 from utils.diagnostics.data_checks import checks, copies, recognition
 from utils.diagnostics.data_checks.changed import changed as check_of_changes
-from utils.diagnostics.data_checks.labels import contradicted as labels_check
 from utils.diagnostics.data_checks.population import strangers
+from utils.diagnostics.data_checks.recognition import contradicted as labels_check
 from utils.diagnostics.data_checks.sample import Sample
 from utils.diagnostics.diagnose import judge
 from utils.runs.record import RunRecord

@@ -10,7 +10,7 @@ from torch import nn
 
 from models.edm2_unet import PRESETS, EDM2UNet
 from utils.diagnostics.diagnose import diagnose
-from utils.diagnostics.network_check import affordable, examine_flow, examine_modules
+from utils.diagnostics.probe import affordable, examine_flow, examine_modules
 from utils.diffusion.unet import normalize_spectra
 from utils.options.presets import NETWORKS
 from utils.runs.history import HISTORY, read_history

@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 from synthetic_run import synthetic_run
 
+from utils.diagnostics.report.figures import evaluation_rows
 from utils.diagnostics.report.report import write_report
-from utils.diagnostics.report.samples import evaluation_rows
 from utils.evaluation.feature_sets import FeatureSet
 from utils.evaluation.quality import class_figures, compare, real_floor
 from utils.runs.evaluations import write_evaluation

@@ -29,8 +29,8 @@ from steady_doctor.found import Found
 from utils.diagnostics.data_checks.checks import CHECKS
 from utils.diagnostics.diagnose import RULES, diagnose, judge
 from utils.diagnostics.finding import CATALOG
-from utils.diagnostics.rules.audit import looks, measured
 from utils.diagnostics.rules.options import ROWS
+from utils.diagnostics.rules.training import looks, measured
 from utils.runs.record import RunRecord
 
 

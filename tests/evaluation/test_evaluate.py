@@ -24,8 +24,8 @@ from utils.diffusion.export import export_pipeline
 from utils.evaluation.evaluator import Evaluation, metric_name
 from utils.evaluation.extractors import INCEPTION_SHA256
 from utils.evaluation.quality import MIN_IMAGES
+from utils.evaluation.results import read_results
 from utils.evaluation.sources import FinishedImages
-from utils.evaluation.table import read_results
 from utils.options.flags import FEWEST_IMAGES, DataOptions
 from utils.runs.evaluations import read_evaluations
 
@@ -168,7 +168,7 @@ def test_several_seeds_are_all_shown_with_mean_and_minimum(folder, call):
 
 
 def test_real_images_against_real_images_find_nothing(folder, call, monkeypatch):
-    monkeypatch.setattr("utils.evaluation.classifier._STEPS", 150)
+    monkeypatch.setattr("utils.evaluation.extractors._STEPS", 150)
     output = call("--images", folder / "first", "--dataset_name", "digits", "--json")
     (result,) = results(output)
     figures = result["figures"]

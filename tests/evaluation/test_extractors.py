@@ -11,9 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from utils.core.errors import UserError
 from utils.data.dataset import load_images
-from utils.evaluation.classifier import trained_classifier
-from utils.evaluation.extractor_base import eight_bit, tensors_sha256
-from utils.evaluation.extractors import DINOv2, Inception, RandomConvolutions, make_extractor
+from utils.evaluation.extractors import (
+    DINOv2,
+    Inception,
+    RandomConvolutions,
+    eight_bit,
+    make_extractor,
+    tensors_sha256,
+    trained_classifier,
+)
 from utils.options.flags import DataOptions
 
 
@@ -50,7 +56,7 @@ def test_random_convolutions_take_any_size(side):
 
 @pytest.mark.slow
 def test_the_classifier_learns_the_labels_and_is_kept(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr("utils.evaluation.classifier._STEPS", 200)
+    monkeypatch.setattr("utils.evaluation.extractors._STEPS", 200)
     state = torch.random.get_rng_state()
     some = digits.subset(np.arange(600))
     trained = trained_classifier(some, tmp_path)

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from utils.core.errors import UserError
-from utils.evaluation.classifier import Classifier
-from utils.evaluation.extractors import RandomConvolutions
+from utils.evaluation.extractors import Classifier, RandomConvolutions
 from utils.evaluation.feature_sets import evenly, extract, load_features, save_features, sharded
 
 ALONE = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)

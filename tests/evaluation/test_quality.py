@@ -11,10 +11,9 @@ from conftest import slow_turns
 from benchmarks.shared.images import add_noise, enlarged_class, halved_variance
 from utils.data.dataset import load_images
 from utils.diagnostics.rules.samples import _tail
-from utils.evaluation.classifier import trained_classifier
 from utils.evaluation.distances import Moments, frechet_distance
 from utils.evaluation.evaluator import ClassJudge, Evaluation
-from utils.evaluation.extractors import RandomConvolutions
+from utils.evaluation.extractors import RandomConvolutions, trained_classifier
 from utils.evaluation.feature_sets import FeatureSet
 from utils.evaluation.memorization import Originals
 from utils.evaluation.quality import compare, location_and_spread, real_floor
@@ -62,7 +61,7 @@ class World:
 @pytest.fixture(scope="module", params=[0, *slow_turns(1, 2)])
 def world(request, digits):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("utils.evaluation.classifier._STEPS", 200)
+        patch.setattr("utils.evaluation.extractors._STEPS", 200)
         return World(digits, request.param)
 
 

@@ -59,11 +59,10 @@ import utils.runs.checkpoints
 from benchmarks.shared.replace import check_fired, fired, replace_everywhere
 from utils.core.entrypoint import run_script
 from utils.optim.ema import EMA
-from utils.training.evaluation import SampleEvaluation
-from utils.training.hang_watch import PERIOD, News
+from utils.training.evaluation import SampleEvaluation, Validation
 from utils.training.monitor import Monitor
+from utils.training.ranks import PERIOD, News
 from utils.training.samples import SampleGrids
-from utils.training.validation import Validation
 
 TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 

@@ -124,7 +124,7 @@ def trained(script):
 @pytest.fixture(autouse=True)
 def no_replays(monkeypatch):
     """Passes are counted here, and the look at the network would make more of them."""
-    monkeypatch.setattr("utils.diagnostics.network_check.affordable", lambda network, pixels: False)
+    monkeypatch.setattr("utils.diagnostics.probe.affordable", lambda network, pixels: False)
 
 
 def spoil(monkeypatch, trained, spoils):

@@ -62,7 +62,7 @@ def flags_of(folder: Path, script=train_ddpm) -> list[str]:
 
 
 def test_the_autoencoder_and_its_scale_are_taken_and_exported(train, pipeline, tmp_path, monkeypatch):
-    monkeypatch.setattr("utils.training.latents.load_autoencoder", lambda *_: pytest.fail("it is loaded twice"))
+    monkeypatch.setattr("utils.training.pretrained.load_autoencoder", lambda *_: pytest.fail("it is loaded twice"))
     flags = [*flags_of(tmp_path), "--pretrained", pipeline, "--lr_warmup_steps", "0", "--random_flip"]
     assert train([*flags, "--output_dir", tmp_path / "run"]) == 0
     recorded = json.loads((tmp_path / "run/options.json").read_text())

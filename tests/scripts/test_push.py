@@ -14,7 +14,7 @@ from utils.core.errors import UserError
 from utils.diffusion.hub import check_hub
 from utils.options.flags import DDPMOptions
 from utils.options.parser import parse_options
-from utils.training.push import pushes_alone
+from utils.training.run import pushes_alone
 
 REFUSED = [
     ({"hub_token": "hf_wrong"}, r"the Hub does not accept the token .*\nset another --hub_token$"),

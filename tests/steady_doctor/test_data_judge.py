@@ -17,8 +17,7 @@ from utils.data.dataset import ImageSet
 from utils.data.loader import SampleOrder
 from utils.data.training_data import TrainingData
 from utils.options.flags import EDM2Options
-from utils.training.audit import given
-from utils.training.declared import declared_data
+from utils.training.audit import declared_data, given
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (120, 8, 8), dtype=np.uint8)
 KINDS = np.random.default_rng(1).integers(0, 3, 120)

@@ -17,7 +17,7 @@ from utils.optim.clipping import AdaptiveLimit as Trained
 from utils.optim.clipping import Gradients
 from utils.optim.optimizers import learning_rate_at
 from utils.options.flags import DDPMOptions, EDM2Options
-from utils.training.declared import declared_by, process_of, schedule_of
+from utils.training.audit import declared_by, process_of, schedule_of
 
 FACTS = {"gradient_accumulation_steps": 2, "num_processes": 2, "training_images": 90}
 KINDS = ("epsilon", "sample", "v_prediction")

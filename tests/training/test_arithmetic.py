@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from utils.training.arithmetic import Arithmetic, peak_tflops
+from utils.training.memory_estimate import Arithmetic, peak_tflops
 
 
 @pytest.mark.slow

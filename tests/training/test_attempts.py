@@ -14,8 +14,8 @@ from utils.core.distributed import from_main_process, on_main_process, waited_fo
 from utils.core.errors import LostProcess, UserError
 from utils.runs.state import TrainState
 from utils.training.attempts import Attempts
+from utils.training.evaluation import Validation
 from utils.training.samples import SampleGrids
-from utils.training.validation import Validation
 
 FLAGS = """
     --max_train_images 40 --max_train_steps 6 --validation_images 8 --validation_steps 2 --save_images_steps 2

@@ -15,7 +15,7 @@ from train_ddpm import parse_args
 from utils.core.errors import UserError
 from utils.optim.optimizers import make_optimizer, state_bytes
 from utils.options.flags import DDPMOptions, OptimizerOptions
-from utils.training.disk_plan import DiskPlan, free_bytes
+from utils.training.memory_plan import DiskPlan, free_bytes
 
 MIB = 2**20
 OPTIONS = DDPMOptions(dataset_name="digits", checkpointing_steps=10, save_images_steps=50)

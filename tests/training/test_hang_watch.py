@@ -12,10 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from utils.core.waiting import Meeting
-from utils.training import hang_watch, monitor
+from utils.training import monitor, ranks
 from utils.training.audit import StepAudit
-from utils.training.hang_watch import HangWatch, News, verdict
-from utils.training.rank_times import RankTimes
+from utils.training.ranks import HangWatch, News, RankTimes, verdict
 
 INJECT = "tests/faults/inject.py"
 TIMEOUT = 6  # seconds
@@ -41,8 +40,8 @@ def test_a_store_that_does_not_answer_is_said(tmp_path, monkeypatch, capsys):
         ended.set()
         watch.close()
 
-    monkeypatch.setattr(hang_watch, "PERIOD", 0.01)
-    monkeypatch.setattr(hang_watch, "leave_now", leave)
+    monkeypatch.setattr(ranks, "PERIOD", 0.01)
+    monkeypatch.setattr(ranks, "leave_now", leave)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Store)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     watch = HangWatch(tmp_path, 1, 2, hang_timeout=0.02, collective_timeout=600.0)
@@ -79,7 +78,7 @@ def waiting(tmp_path, monkeypatch):
     def leave(status):
         raise Left(status)
 
-    monkeypatch.setattr(hang_watch, "leave_now", leave)
+    monkeypatch.setattr(ranks, "leave_now", leave)
     watch = HangWatch(tmp_path, 1, 1, hang_timeout=10.0, collective_timeout=600.0)
     watch._ranks, watch._updates = range(2), 9
     watch.now("collectives")
@@ -99,7 +98,7 @@ def waiting(tmp_path, monkeypatch):
 )
 def test_a_store_that_is_silent_ends_nothing_while_rank_0_may_work(waiting, monkeypatch, place, periods, silent, ends):
     clock = iter(range(10_000))
-    monkeypatch.setattr(hang_watch, "time", type("", (), {"monotonic": lambda: float(next(clock))}))
+    monkeypatch.setattr(ranks, "time", type("", (), {"monotonic": lambda: float(next(clock))}))
     waiting._first = News(9, place, 9, 0.0)
 
     def answer(passed):
@@ -206,7 +205,7 @@ def broken(*arguments):
 @pytest.mark.parametrize("speaks", [True, False])
 def test_a_rank_that_is_to_leave_leaves_whatever_fails(waiting, monkeypatch, fault, speaks):
     """The store ended with the process of the rank that spoke, or hangs; so does what stderr leads to."""
-    monkeypatch.setattr(hang_watch, "PERIOD", 0.01)
+    monkeypatch.setattr(ranks, "PERIOD", 0.01)
     monkeypatch.setattr("sys.stderr", type("", (), {"write": broken, "flush": broken}))
     store = {"set": lambda self, key, value: fault() if "left" in key else None, "check": lambda self, keys: True}
     waiting._store, waiting._closed = type("", (), store)(), Periods(1)

@@ -18,7 +18,7 @@ from utils.diffusion.objective import Losses
 from utils.runs.checkpoint_files import list_checkpoints
 from utils.runs.compare import DIFFERENT, NOT_COMPARABLE, SAME, compare
 from utils.runs.ledger import HASHES, LEDGER, VERSION, read_ledger
-from utils.training.ledger import Ledger
+from utils.training.ledger import Ledger, hash_of
 
 INJECT = "tests/faults/inject.py"
 
@@ -125,20 +125,15 @@ def test_hashes_of_another_version_accuse_no_checkpoint(tmp_path, version, said)
 
 def test_a_hash_does_not_depend_on_where_the_small_tensors_lie():
     """Counters of optimizers and the widths of EDM2's averages stay on the host, where the others are on a GPU."""
-
-    def ledger_on(device: str) -> Ledger:
-        ledger = Ledger.__new__(Ledger)
-        ledger._device = torch.device(device)
-        return ledger
-
+    cpu = torch.device("cpu")
     torch.manual_seed(0)
     on_device = [torch.randn(100, 100), torch.randn(10, 10)]
     on_host = [torch.tensor([0.05, 0.1], dtype=torch.float64), torch.tensor([3, -(2**62)]), -torch.ones(()), torch.randn(3)]
     on_host[-1] = on_host[-1].bfloat16()
-    alone = ledger_on("cpu")._hash([*on_device, *on_host]).item()
-    assert alone != ledger_on("cpu")._hash(on_device).item()
+    alone = hash_of([*on_device, *on_host], cpu).item()
+    assert alone != hash_of(on_device, cpu).item()
     with Device() as device:
-        apart = ledger_on("meta")._hash([*(tensor.to("meta") for tensor in on_device), *on_host])
+        apart = hash_of([*(tensor.to("meta") for tensor in on_device), *on_host], torch.device("meta"))
         assert not [event for event in device.events if event.kind == "read"]
         assert apart.device.type == "meta" and apart.item() == alone
 

@@ -20,9 +20,9 @@ from utils.diffusion.ddpm import make_noise_scheduler
 from utils.diffusion.objective import Losses
 from utils.optim.clipping import Gradients
 from utils.options.flags import DDPMOptions
+from utils.training.evaluation import Validation
 from utils.training.memory_estimate import SHARE
 from utils.training.progress import ProgressBar
-from utils.training.validation import Validation
 
 plan_with = test_memory_plan.plan_with  # a fixture
 

@@ -11,8 +11,8 @@ import torch
 from conftest import slow_turns
 
 from utils.core.signals import StopSignal
-from utils.training import rank_times
-from utils.training.rank_times import RING, RankTimes, Shares
+from utils.training import ranks
+from utils.training.ranks import RING, RankTimes, Shares
 
 INJECT = "tests/faults/inject.py"
 
@@ -62,11 +62,11 @@ class OnHost(str):
 def test_the_events_of_a_report_are_a_ring(monkeypatch):
     """However many updates there are between two reports; the host never waits for an event of now."""
     stream, told = Stream(), []
-    monkeypatch.setattr(rank_times.torch, "Event", stream.event)
+    monkeypatch.setattr(ranks.torch, "Event", stream.event)
     accelerator = SimpleNamespace(num_processes=2, device=OnHost("cpu"), gather=lambda rows: torch.cat([rows, 0 * rows]))
     times = RankTimes(accelerator, told.append)
     for marks in (3, RING - 1, RING, RING + 1, 5000):
-        expected, began, before = dict.fromkeys(rank_times.KINDS, 0.0), stream.now, None
+        expected, began, before = dict.fromkeys(ranks.KINDS, 0.0), stream.now, None
         for kind in itertools.islice(itertools.cycle(["data", "compute", "collectives", None]), marks):
             reached = stream.reached
             times.now(kind)

@@ -98,7 +98,7 @@ def test_weights_that_a_validation_leaves_behind_are_named(train_script, script_
         run.ema._swap()
         raise UserError("a validation that was interrupted")
 
-    monkeypatch.setattr("utils.training.validation.Validation.make", lambda self: swap_once(self._run))
+    monkeypatch.setattr("utils.training.evaluation.Validation.make", lambda self: swap_once(self._run))
     flags = ["--validation_images", "16", "--validation_steps", "3", "--output_dir", tmp_path]
     assert train_script([*script_flags, *flags]) == 0
     assert {"state-changed-between", "ema-changed-between"} <= codes(tmp_path)

@@ -9,8 +9,8 @@ from train_ddpm import DDPM
 from utils.core.errors import UserError
 from utils.data.training_data import TrainingData, TrainingSamples, check_images, split_validation
 from utils.options.flags import DDPMOptions
+from utils.training.evaluation import Validation
 from utils.training.progress import ProgressBar
-from utils.training.validation import Validation
 
 
 class Images:

@@ -8,7 +8,7 @@ findings of one severity that order is kept.
 from collections.abc import Callable
 
 from utils.diagnostics.finding import SEVERITIES, Finding, Found
-from utils.diagnostics.rules import audit, data, network, options, ranks, samples, training
+from utils.diagnostics.rules import data, network, options, samples, training
 from utils.runs.record import RunRecord
 
 
@@ -36,11 +36,11 @@ def judge(record: RunRecord) -> tuple[list[Finding], set[str]]:
 # Causes before what can follow from them: a learning rate that tears the network apart leaves it blind to the timestep, without
 # gradients, or with NaN.
 RULES: tuple[Callable[[RunRecord], Found], ...] = (
-    *(audit.step_deviates, data.data_range, network.schedule, options.options_amiss, network.network_amiss),
+    *(training.step_deviates, data.data_range, network.schedule, options.options_amiss, network.network_amiss),
     *(network.sampler_mismatch, training.weights_shrinking, training.learning_rate),
     *(network.batch_leak, network.timestep_ignored),
     *(training.fp16_scale, training.non_finite, data.data_damaged, data.data_blank, data.data_alike, data.data_checks),
     *(training.overfitting, data.class_empty, data.class_imbalance),
     *(samples.evaluated_samples, samples.separately_evaluated_samples, samples.previewed_samples),
-    *(training.gradients_exploding, data.data_starved, data.data_enlarged, ranks.slow_rank, ranks.device_errs),
+    *(training.gradients_exploding, data.data_starved, data.data_enlarged, training.slow_rank, training.device_errs),
 )

@@ -1,6 +1,6 @@
 """How far a set of generated images is from a set of real ones, from the features [N, D] of both.
 
-The formulas are those of FID, KID and the inception score for features of any kind; only with those of Inception do they bear
+The formulas are those of FID and KID for features of any kind; only with those of Inception do they bear
 these names. They are written out here and not taken from torchmetrics, which the tests compare them with, for three reasons:
 stored moments can be compared with, the root of a singular covariance is taken by a symmetric decomposition, and the kernel
 distance uses all pairs in place of random subsets drawn from the global random state.
@@ -104,15 +104,3 @@ def _kernel_sum(first: torch.Tensor, second: torch.Tensor) -> float:
         else:
             total += kernel.sum()
     return total.item()
-
-
-def inception_score(probabilities: torch.Tensor) -> float:
-    """exp of the mean KL divergence from p(y) to p(y | x), of class probabilities [N, classes] (Salimans et al. 2016); one
-    split.
-
-    Between 1 and the number of classes.
-    """
-    probabilities = probabilities.double()
-    marginal = probabilities.mean(0)
-    divergence = torch.special.xlogy(probabilities, probabilities) - torch.special.xlogy(probabilities, marginal)
-    return divergence.sum(1).mean().exp().item()

@@ -21,9 +21,7 @@ from utils.core.distributed import from_all, from_main_process, on_main_process
 from utils.core.errors import UserError, memory_problem, one_line
 from utils.diagnostics.rules.samples import collapse
 from utils.diffusion.sampling import SamplePlan, sample, to_uint8
-from utils.evaluation.classifier import Classifier
-from utils.evaluation.extractor_base import Extractor
-from utils.evaluation.extractors import INCEPTION_SHA256
+from utils.evaluation.extractors import INCEPTION_SHA256, Classifier, Extractor
 from utils.evaluation.feature_sets import FeatureSet, extract
 from utils.evaluation.memorization import Originals, kept_for_memorization, memorization
 from utils.evaluation.quality import MIN_IMAGES, MIN_REGION_IMAGES, class_figures, compare, real_floor

@@ -22,7 +22,7 @@ from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.data.dataset import ImageSet, content_fingerprint
 from utils.evaluation.distances import Moments
-from utils.evaluation.extractor_base import Extractor, eight_bit, tensors_sha256
+from utils.evaluation.extractors import Extractor, eight_bit, tensors_sha256
 
 FORMAT = 2
 SAMPLE_ROWS, REFERENCE_ROWS = 10_000, 50_000  # features kept of generated and of real images; the moments are of all

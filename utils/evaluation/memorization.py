@@ -15,7 +15,7 @@ from utils.core.images import side_by_side
 from utils.data.augmentation import averaged_down, to_unit_range
 from utils.data.dataset import ImageSet
 from utils.diagnostics.data_check import NEAR_COPY_DISTANCE, gray_thumbnails, nearest
-from utils.evaluation.extractor_base import eight_bit
+from utils.evaluation.extractors import eight_bit
 from utils.evaluation.feature_sets import evenly
 
 SIDE = 16  # pixels: larger images are compared after averaging down to this

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from utils.core import randomness
-from utils.evaluation.distances import Moments, frechet_distance, inception_score, kernel_distance
+from utils.evaluation.distances import Moments, frechet_distance, kernel_distance
 from utils.evaluation.diversity import (
     coverage_of_bins,
     empty_regions,
@@ -114,13 +114,10 @@ def class_figures(probabilities: torch.Tensor, labels: np.ndarray, names: list[s
     Args:
         probabilities: float32 [n, classes], of the samples. labels: int64 [m]. names: of the classes.
         accuracy: the classifier's on images that it did not train on: what it mistakes looks like imbalance.
-
-    Returns also `score`, the inception score with this classifier.
     """
     bins = probabilities.shape[1]
     found = coverage_of_bins(probabilities.argmax(1), torch.from_numpy(labels), bins)
-    score = {"score": inception_score(probabilities), "accuracy": accuracy}
-    return {"number": bins, "names": names[:bins], **score, **dataclasses.asdict(found)}
+    return {"number": bins, "names": names[:bins], "accuracy": accuracy, **dataclasses.asdict(found)}
 
 
 def real_floor(real: FeatureSet, count: int, *, standardized: bool, seed: int, device: torch.device | str = "cpu") -> dict:

@@ -1,6 +1,8 @@
-"""The real images that samples are compared with, or what was stored of them."""
+"""The real images that samples are compared with, or what was stored of them, and those that samples may be copies of."""
 
-from dataclasses import dataclass, replace
+import contextlib
+import json
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,11 +13,10 @@ from utils.core.distributed import main_process_first, waited_for
 from utils.core.errors import UserError
 from utils.core.size import Size
 from utils.data.arrays import OtherChannels, is_array_file
-from utils.data.dataset import ImageSet, cache_folder, load_images
-from utils.evaluation.classifier import Classifier, trained_classifier
+from utils.data.dataset import ImageSet, cache_folder, content_fingerprint, load_images
+from utils.data.training_data import split_validation
 from utils.evaluation.evaluator import ClassJudge
-from utils.evaluation.extractor_base import Extractor
-from utils.evaluation.extractors import make_extractor
+from utils.evaluation.extractors import Classifier, Extractor, make_extractor, trained_classifier
 from utils.evaluation.feature_sets import (
     FeatureSet,
     is_stored,
@@ -24,8 +25,13 @@ from utils.evaluation.feature_sets import (
     save_features,
     sync_weights,
 )
-from utils.evaluation.table import COMPARABLE, shown
-from utils.options.flags import EvaluateOptions
+from utils.evaluation.memorization import Originals
+from utils.evaluation.results import COMPARABLE, shown
+from utils.options.flags import DataOptions, EvaluateOptions
+from utils.options.paths import located, same_place
+from utils.runs.checkpoint_files import list_checkpoints
+from utils.runs.folder import DATA_SOURCES, WITHOUT
+from utils.runs.state import read_state
 
 
 @dataclass
@@ -151,3 +157,52 @@ def _refuse_others(args: EvaluateOptions, facts: dict, wanted: dict) -> None:
                 f"--reference {args.reference} does not fit: its {name} is {shown(facts.get(key))}, not {shown(value)}\n"
                 "use the --features and the image size that it was made with, or make it again"
             )
+
+
+# Options of the data that decide neither which images there are nor in which rows, nor their labels.
+HOW_IT_IS_READ = {"cache_dir", "cache_images", "preserve_input_precision", "max_bad_images", "shuffle_window", "cache_limit"}
+
+
+class OriginalsOfRuns:
+    """What samples may be copies of, by the run that made them."""
+
+    def __init__(self, reference: Reference):
+        self._reference = reference
+        self._last: tuple[tuple[int, int] | None, Originals] | None = None  # several seeds of a run are asked one by one
+
+    def of(self, source: str) -> tuple[Originals, tuple[int, int] | None]:
+        """Returns the originals of samples of `source` and, as `known_split`, how its run divided them; where that is not
+        known, they are all of the images of the reference, which has some."""
+        images = cast(ImageSet, self._reference.images)
+        split = known_split(self._reference.options, images, source)
+        if self._last is None or self._last[0] != split:
+            self._last = split, Originals(*([images] if split is None else split_validation(images, *split)))
+        return self._last[1], split
+
+
+def known_split(given: EvaluateOptions, images: ImageSet, source: str) -> tuple[int, int] | None:
+    """(held-out images, seed) of the run that `source` is, or a checkpoint of; None where it is none, or of other images than
+    `images`, which are those of `given`.
+
+    The same images are those of all the same options of the data, or with the same content by another path: the split is a
+    choice of row numbers. --validation_images says it for what is no run.
+    """
+    names = {each.name for each in fields(DataOptions)} - HOW_IT_IS_READ
+    for folder in (Path(source), Path(source).parent):
+        try:
+            options = located(json.loads((folder / "options.json").read_text()), folder, DataOptions.marked("path"))
+            trained_on = DataOptions.from_record(WITHOUT | options)
+            split = (options["validation_images"], options["seed"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no run, or not one of this version
+            continue
+        differing = {name for name in names if getattr(trained_on, name) != getattr(given, name)}
+        differing -= {n for n in DataOptions.marked("path") if same_place(getattr(trained_on, n), getattr(given, n))}
+        return split if not differing or (differing <= set(DATA_SOURCES) and _same_content(folder, images)) else None
+    return (given.validation_images, 0) if given.validation_images else None
+
+
+def _same_content(run: Path, images: ImageSet) -> bool:
+    for checkpoint in list_checkpoints(run)[-1:]:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # damaged
+            return read_state(checkpoint).options.get("data_fingerprint") == content_fingerprint(images)
+    return False

@@ -18,7 +18,7 @@ from utils.data.decode import ImageFile, ImagePreparation, UndecodableImage, hea
 from utils.data.file_tree import FileTree
 from utils.diffusion.sampled import SampledPipeline, load_guide
 from utils.evaluation.evaluator import pipeline_images
-from utils.evaluation.extractor_base import eight_bit
+from utils.evaluation.extractors import eight_bit
 from utils.evaluation.newest import agreed
 from utils.options.flags import EvaluateOptions
 

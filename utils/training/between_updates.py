@@ -14,13 +14,11 @@ from utils.diffusion.sampling import full_precision
 from utils.runs.checkpoints import save_checkpoint
 from utils.runs.ema_snapshots import Snapshots
 from utils.training.doctor import REPORT
-from utils.training.evaluation import SampleEvaluation
-from utils.training.export import Export
+from utils.training.evaluation import SampleEvaluation, Validation
 from utils.training.length import preview_steps
 from utils.training.monitor import Monitor
 from utils.training.run import Run
-from utils.training.samples import SampleGrids
-from utils.training.validation import Validation
+from utils.training.samples import Export, SampleGrids
 
 
 class Periodic:

@@ -34,9 +34,9 @@ from utils.optim.power_ema import make_ema
 from utils.options.budget import OF_THE_BATCH, OF_THE_DATA, SETS, chosen_by, repeating
 from utils.options.flags import AnyRun, RunOptions
 from utils.options.presets import FEW_IMAGES, networks_by_size
+from utils.training.evaluation import DRAWS
 from utils.training.memory_plan import MemoryPlan
 from utils.training.run import load_data
-from utils.training.validation import DRAWS
 
 SHARE_OF_PRESET = 0.25  # of a preset's own updates, that its network needs at least
 MEASURING = 0.04  # share of the time that one measurement may take

@@ -60,34 +60,16 @@ class Ledger:
     @torch.no_grad()
     def measure(self) -> Tensor:
         """int64 [processes x number of HASHES], on the device."""
-        seen = {"samples": self._number(self._samples), **self._seen}
-        own = [seen.get(name, self._number(0)) for name in OF_THE_UPDATE]
+        seen = {"samples": number_on(self._device, self._samples), **self._seen}
+        own = [seen.get(name, number_on(self._device, 0)) for name in OF_THE_UPDATE]
         states = {kind: list(tensors_of(self._run, kind).values()) for kind in OF_THE_STATE}
-        own += [self._hash(tensors) for tensors in states.values()]
+        own += [hash_of(tensors, self._device) for tensors in states.values()]
         self._kinds = [kind for kind, tensors in states.items() if tensors]
         return self._run.accelerator.gather(torch.stack(own))
 
     def _measured(self) -> list[int]:
         with Meeting():
             return self.measure().tolist()
-
-    def _hash(self, tensors: list[Tensor]) -> Tensor:
-        """Of the bits of all, and of the places of the large ones. It is the same wherever the small ones lie: on a GPU,
-        counters stay on the host, and the device gets nothing but their sum."""
-        small: dict[tuple, list[Tensor]] = {}
-        for tensor in tensors:
-            if tensor.numel() <= SMALL:
-                small.setdefault((tensor.is_cpu, tensor.dtype), []).append(tensor)
-        large = [tensor for tensor in tensors if tensor.numel() > SMALL]
-        found = digest(moved(large, self._device)) if large else self._number(0)
-        for together in small.values():
-            bits = bits_of(_flatten_dense_tensors(together)).sum(dtype=torch.int64)
-            found = found + (bits if bits.device.type == self._device.type else self._number(int(bits)))
-        return found
-
-    def _number(self, value: int) -> Tensor:
-        """On the device, modulo 2^64: by a kernel's argument, for which the host does not wait."""
-        return torch.full((), (value + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=self._device)
 
     def write(self, values: list[int] | None = None) -> bool:
         """Writes the line of the newest update, unless it has one; `values`: those of `measure`, where they were read. Returns
@@ -170,14 +152,21 @@ def moved(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     return [tensor.to(device, non_blocking=True) for tensor in same]
 
 
-def joined(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns the same with all small ones as one: hundreds of biases and counters cost as many calls."""
-    small = [tensor for tensor in tensors if _small(tensor)]
-    if len(small) < 2:
-        return tensors
-    others = [tensor for tensor in tensors if not _small(tensor)]
-    return [*others, _flatten_dense_tensors(small)]
+def hash_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns int64 [] on the device: of the bits of all, and the places of the large ones. It is the same wherever the small
+    ones lie: on a GPU, counters stay on the host, and the device gets nothing but their sum."""
+    small: dict[tuple, list[Tensor]] = {}  # of which hundreds cost as many calls
+    large: list[Tensor] = []
+    for tensor in tensors:
+        is_small = tensor.numel() <= SMALL
+        (small.setdefault((tensor.is_cpu, tensor.dtype), []) if is_small else large).append(tensor.detach())
+    found = digest(moved(large, device)) if large else number_on(device, 0)
+    for together in small.values():
+        bits = bits_of(_flatten_dense_tensors(together)).sum(dtype=torch.int64)
+        found = found + (bits if bits.device.type == device.type else number_on(device, int(bits)))
+    return found
 
 
-def _small(tensor: Tensor) -> bool:
-    return tensor.numel() <= SMALL and tensor.dtype == torch.float32
+def number_on(device: torch.device, value: int) -> Tensor:
+    """Returns it modulo 2^64, as int64 []: by a kernel's argument, for which the host does not wait."""
+    return torch.full((), (value + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)

@@ -1,8 +1,10 @@
-"""Whether a training fits its device, and how to make it fit: predicted first, then tried out."""
+"""Whether a training fits its device and its disk, and how to make it fit: predicted first, then tried out."""
 
 import gc
+import shutil
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,24 +21,85 @@ from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
 from utils.core.files import read_json
 from utils.core.limits import free_ram
 from utils.data.autoencoder import Autoencoder
+from utils.optim.optimizers import state_bytes
 from utils.options.flags import RunOptions
 from utils.options.presets import small_preset
-from utils.training.arithmetic import Arithmetic, peak_tflops
-from utils.training.disk_plan import DiskPlan
+from utils.runs.ema_snapshots import DTYPES, Snapshots
 from utils.training.doctor import foretold
 from utils.training.length import divisors, per_process, split_batch
 from utils.training.memory_estimate import (
     GIB,
     SHARE,
+    Arithmetic,
     MemoryEstimate,
     TrialStep,
     UpdateParts,
     estimate_memory,
     flops_per_image,
+    peak_tflops,
     storage_bytes,
 )
 
 MIB = 2**20
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """`network` is the bytes of its parameters and buffers in fp32. Counts what is large and foreseen: checkpoints, EMA
+    snapshots and the pipeline; no pictures, no logs and no checkpoint of a stop."""
+
+    options: RunOptions
+    network: int
+    updates: int  # of the whole run
+    step: int = 0  # updates that are done
+    checkpoints: int = 0  # that are there
+    autoencoder: int = 0  # bytes of the one that the pipeline carries
+
+    def parts(self) -> dict[str, int]:
+        """What there will be -> the most bytes at once, a file being written beside the one that it replaces."""
+        options, count = self.options, self._checkpoints()
+        one = self.network * (1 + options.num_averages) + state_bytes(options, self.network)
+        found = {f"{count} checkpoint{'s' * (count > 1)}": count * one, "the pipeline": 2 * (self.network + self.autoencoder)}
+        if options.use_ema and options.ema_type == "power":
+            every = options.ema_snapshot_steps or max(1, self.updates // Snapshots.PER_RUN)
+            count = options.num_averages * (self.updates // every + 1)
+            found[f"{count} EMA snapshots"] = count * self.network * DTYPES[options.ema_snapshot_dtype].itemsize // 4
+        return found
+
+    def _checkpoints(self) -> int:
+        """One that is being written beside those that are kept, of which one may be the best."""
+        options = self.options
+        judged = bool(options.validation_images or options.best_metric != "loss")
+        most = max(options.checkpoints_total_limit or 0, 2) + judged + 1
+        every = options.checkpointing_steps
+        in_all = self.checkpoints + self.updates // every - self.step // every + judged
+        return in_all if options.checkpoints_total_limit is None else min(in_all, most)
+
+    def line(self, folder: Path, there: int = 0) -> str:
+        """Returns what is needed and what is free; `there`: bytes of the run in the folder, which is replaced or goes on."""
+        parts = self.parts()
+        needed = ", ".join(f"{name} {shown(size)}" for name, size in parts.items() if size)
+        free = f"{shown(free_bytes(folder) + there)} are free for {folder}"
+        return f"the run will need {shown(sum(parts.values()))} of disk ({needed}); {free}"
+
+    def check(self, folder: Path, there: int = 0) -> None:
+        """Raises UserError where the disk of `folder` has no room for it."""
+        if sum(self.parts().values()) > free_bytes(folder) + there:
+            advice = "make room, set a smaller --checkpoints_total_limit (2 at least), or set another --output_dir"
+            raise UserError(f"{self.line(folder, there)}\n{advice}")
+
+
+def free_bytes(folder: Path) -> int:
+    """Of the file system that the folder is on, or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def shown(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
+
+
 MOST_ON_CPU = 20_000_000  # parameters: the presets for CPUs have 4 M at most, those for GPUs 36 M at least
 EXIT_DOES_NOT_FIT = 3  # of a dry run
 PEAK = "at the worst moment of an update: not the sum, gradients come while activations go"
@@ -286,14 +349,8 @@ def free_memory(device: torch.device, local_processes: int = 1) -> int:
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """Returns the largest of falling `sizes` that `fits`, where all smaller ones do too; None when none does."""
-    low, high = 0, len(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if fits(sizes[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return sizes[low] if low < len(sizes) else None
+    place = bisect_left(sizes, True, key=fits)
+    return sizes[place] if place < len(sizes) else None
 
 
 def recorded_split(output_dir: Path | None, global_batch_size: int, num_processes: int) -> int | None:

@@ -14,12 +14,11 @@ from utils.diagnostics.dynamics import Dynamics
 from utils.diffusion.objective import Losses
 from utils.optim.clipping import Gradients
 from utils.optim.nonfinite import BadUpdates, advice
-from utils.training.arithmetic import Arithmetic
-from utils.training.hang_watch import LEAST, LEAST_STREAMING, HangWatch
 from utils.training.ledger import Ledger
+from utils.training.memory_estimate import Arithmetic
 from utils.training.nan_report import NanReports
 from utils.training.progress import StepStatistics, Stopwatch, peak_memory_gib, read_together
-from utils.training.rank_times import RankTimes
+from utils.training.ranks import LEAST, LEAST_STREAMING, HangWatch, RankTimes
 from utils.training.rerun import Rerun
 from utils.training.run import Run
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from utils.core.digests import digest
 from utils.core.distributed import from_all, sorts_first
 from utils.diffusion.objective import Losses
-from utils.training.ledger import joined, moved, tensors_of
+from utils.training.ledger import hash_of, tensors_of
 from utils.training.run import Run
 
 # In the order in which one follows from the other.
@@ -81,7 +81,7 @@ class Rerun:
         """Before the optimizer's step."""
         if self.due:
             gradients = [p.grad for p in self._run.objective.network.parameters() if p.grad is not None]
-            self._seen["gradient"] = digest(joined(gradients))
+            self._seen["gradient"] = hash_of(gradients, self._run.accelerator.device)
 
     def again(self) -> bool:
         """Whether the loop is to make the newest update once more: then all is as it was before it."""
@@ -114,9 +114,7 @@ class Rerun:
         """Of each process and stage."""
         device = self._run.accelerator.device
         own = [self._seen[stage] for stage in STAGES[:4]]
-        for kind in STAGES[4:]:
-            tensors = moved(tensors_of(self._run, kind, all_of_them=True).values(), device)
-            own.append(digest(joined(tensors)) if tensors else torch.zeros((), dtype=torch.int64, device=device))
+        own += [hash_of(tensors_of(self._run, kind, all_of_them=True).values(), device) for kind in STAGES[4:]]
         return from_all(self._run.accelerator, torch.stack([value.to(device) for value in own])[None])
 
     def _judged(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """One training run: what all of its parts share. Only modules of utils/training may import this one."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from utils.data.training_data import TrainingData
 from utils.diagnostics.data_check import check_data
 from utils.diagnostics.data_checks.checks import look_at
 from utils.diagnostics.data_checks.sample import Sample
-from utils.diagnostics.network_check import examine
+from utils.diagnostics.probe import examine
 from utils.diffusion.export import check_export
-from utils.diffusion.hub import check_hub
+from utils.diffusion.hub import check_hub, has_pipeline, push_to_hub
 from utils.diffusion.objective import Objective
 from utils.diffusion.sampling import sampling_steps
 from utils.diffusion.unet import network_options
@@ -32,19 +33,20 @@ from utils.evaluation.quality import MIN_IMAGES
 from utils.optim.clipping import AdaptiveLimit, FixedLimit
 from utils.optim.ema import EMA
 from utils.optim.power_ema import make_ema
-from utils.options.flags import RunOptions
+from utils.options.flags import AnyRun, RunOptions
 from utils.options.paths import DIGITS
 from utils.runs.checkpoint_files import list_checkpoints
 from utils.runs.checkpoints import attach_state_hooks, resume
 from utils.runs.ema_snapshots import remove_snapshots_beyond
 from utils.runs.folder import RunFolder
-from utils.runs.start import Start, done_line, start_of
+from utils.runs.record import RunRecord
+from utils.runs.start import LENGTH, Start, done_line, start_of
 from utils.runs.state import TrainState, read_state
 from utils.training.attempts import Attempts
-from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import Doctor
-from utils.training.latents import settle_scale, spread
 from utils.training.length import RunLength, about_small_set
+from utils.training.memory_plan import DiskPlan
+from utils.training.pretrained import settle_scale, spread
 from utils.training.progress import ProgressBar
 from utils.training.trackers import Trackers, start_trackers
 
@@ -291,3 +293,32 @@ def _check_disk(
 def _announce_push(options: RunOptions) -> None:
     print("asking the Hub whether the pipeline can be pushed", flush=True)
     print(f"at the end, the pipeline will be pushed to {check_hub(options)}", flush=True)
+
+
+def train_or_push(train: Callable[[AnyRun], int]) -> Callable[[AnyRun], int]:
+    """`train`, but for options that ask for nothing else than the push of a run that has ended. Returns the exit status."""
+
+    def run(options: AnyRun) -> int:
+        if not pushes_alone(options):
+            return train(options)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"{options.output_dir} holds a finished run: its pipeline will be pushed, nothing is trained")
+            check_hub(options)
+            print(f"pushed to {push_to_hub(options)}")
+        return 0
+
+    return run
+
+
+def pushes_alone(options: RunOptions) -> bool:
+    """Whether the run in the folder has ended well and no flag that was given asks for another run or a longer one."""
+    folder = Path(options.output_dir)
+    if not options.push_to_hub or options.overwrite_output_dir or options.dry_run or not has_pipeline(folder):
+        return False
+    try:
+        record = RunRecord.read(folder)
+    except UserError:
+        return False
+    asked = options.shaping() | {name: getattr(options, name) for name in LENGTH}
+    given = {name: value for name, value in asked.items() if name in options.given}
+    return record.exit_status == 0 and all(record.options.get(name) == value for name, value in given.items())

@@ -1,4 +1,4 @@
-"""What a run shows of itself while it trains: sample grids of raw and EMA weights, and the way from noise to image."""
+"""What a run shows of itself while it trains: sample grids, the way from noise to image, and the pipeline with its card."""
 
 import math
 from collections.abc import Callable
@@ -10,6 +10,8 @@ import torch
 from utils.core.distributed import on_main_process, together
 from utils.core.images import denoising_path, save_png, side_by_side
 from utils.diagnostics.probe import sample_statistics
+from utils.diffusion import export
+from utils.diffusion.model_card import facts_of_run, model_card
 from utils.diffusion.sampling import (
     SamplePlan,
     full_precision,
@@ -107,3 +109,38 @@ class SampleGrids:
         real = run.data.samples.first_pictures(run.options.eval_batch_size)
         statistics = {"raw": sample_statistics(raw[0]), "ema": sample_statistics(ema[0]), "data": sample_statistics(real)}
         run.doctor.record(step, {"samples": statistics})
+
+
+class Export:
+    """At the top of the run's folder. Call the methods on every process; UserError where the disk does not take it."""
+
+    def __init__(self, run: Run, grids: SampleGrids):
+        self._run, self._grids = run, grids
+
+    def make(self) -> None:
+        run = self._run
+        network, scheduler = run.objective.exported, run.objective.noise_scheduler
+        arguments = network, scheduler, run.output_dir, self._card()
+        carried = {"class_names": run.data.images.class_names, "autoencoder": run.data.autoencoder}
+        with run.averaged():
+            on_main_process(run.accelerator, "exporting the pipeline", export.export_pipeline, *arguments, **carried)
+
+    def write_card(self) -> None:
+        """Again, with the newest picture."""
+        run = self._run
+        on_main_process(run.accelerator, "writing the model card", export.write_card, run.output_dir, self._card())
+
+    def _card(self) -> str:
+        run, options, newest = self._run, self._run.options, self._grids.newest
+        facts = {
+            "title": run.output_dir.resolve().name,
+            "updates": run.state.step,
+            "samples_seen": run.state.step * run.length.global_batch_size,
+            "ema_decay": run.ema_decay(run.state.step) if run.ema else None,
+            "ema_width": options.ema_widths[0] if run.ema and options.ema_type == "power" else None,
+            "metrics": run.state.metrics,
+            "pipeline": options.hub_model_id or run.output_dir.resolve().name,
+            "grid": newest and newest.relative_to(run.output_dir),
+        }
+        shared = facts_of_run(options, run.facts, run.objective.noise_scheduler, run.data.images.class_names)
+        return model_card(shared | facts | run.objective.card())

@@ -8,10 +8,9 @@ from PIL import Image
 from utils.core.images import save_png
 from utils.diagnostics.data_checks.changed import changed
 from utils.diagnostics.data_checks.copies import copies, leak
-from utils.diagnostics.data_checks.labels import contradicted, mirror
-from utils.diagnostics.data_checks.population import shapes_of_files, strangers
-from utils.diagnostics.data_checks.positions import bars, channels, pattern
-from utils.diagnostics.data_checks.resampling import blocks, repeated_pixels, smooth_enlargement
+from utils.diagnostics.data_checks.pixels import bars, blocks, channels, pattern, repeated_pixels, smooth_enlargement
+from utils.diagnostics.data_checks.population import strangers
+from utils.diagnostics.data_checks.recognition import contradicted, mirror
 from utils.diagnostics.data_checks.sample import Sample, Seen
 
 CHECKS: dict[Callable[[Sample], Iterator[Seen]], str] = {  # and the code that each of them judges
@@ -20,7 +19,6 @@ CHECKS: dict[Callable[[Sample], Iterator[Seen]], str] = {  # and the code that e
     pattern: "data-pattern",
     strangers: "data-mixed",
     changed: "data-mixed",
-    shapes_of_files: "data-mixed",
     copies: "data-copies",
     leak: "data-leak",
     repeated_pixels: "data-resampled",

@@ -152,19 +152,3 @@ def _ceiling(ends: np.ndarray) -> tuple[np.ndarray, bool]:
     place = int(np.where(piled, counts, 0).argmax())
     fair = counts[255] > 0.02 * len(ends) and (counts > 0).sum() > 40
     return (ends == place) & bool(piled[place] and fair), True
-
-
-def shapes_of_files(sample: Sample) -> Iterator[Seen]:
-    """Files of another shape or size than the rest; for information alone, as cropping and resizing are there for that."""
-    if sample.sizes is None or len(sample.sizes) < 60:
-        return
-    height, width = sample.sizes.T.astype(np.float64)
-    for name, values in (("shape", np.log(width / height)), ("size", np.log(height * width) / 2)):
-        threshold, score, gap = split(values / np.log(1.1))
-        above = values / np.log(1.1) > threshold
-        share = min(above.mean(), 1 - above.mean())
-        far = abs(np.median(values[above]) - np.median(values[~above])) if 0 < above.sum() < len(above) else 0
-        if score > 3.5 and gap < 0.1 and share > 0.01 and far > np.log(1.8):
-            yield Seen(
-                "data-mixed", "info", f"{share:.1%} of the files have another {name} than the rest, by {np.exp(far):.1f} times"
-            )

@@ -10,13 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from utils.core.bars import duration
 from utils.core.signals import EXIT_DIVERGED, EXIT_STOPPED
 from utils.core.size import Size
 from utils.diagnostics.finding import count_line
-from utils.diagnostics.report.curves import PROBED, Curves, layer_figure
+from utils.diagnostics.report.figures import (
+    PROBED,
+    Curves,
+    covered,
+    evaluation_rows,
+    grids_of,
+    layer_figure,
+    newest_figures,
+    picture,
+    sample_rows,
+    strip,
+)
 from utils.diagnostics.report.page import TEMPLATES, cell, figure_name, flatten, number, write_page
 from utils.diagnostics.report.plots import bars, plot
-from utils.diagnostics.report.samples import covered, evaluation_rows, grids_of, newest_figures, picture, sample_rows, strip
 from utils.options.presets import FLAGS
 from utils.runs.record import RunRecord
 
@@ -82,7 +93,7 @@ def _header(record: RunRecord, findings: list) -> dict[str, Any]:
     memory = [value for value in record.series("perf/peak_memory_gib")[1] if math.isfinite(value)]
     skipped = max(record.finite("train/skipped_updates")[1], default=0)  # counted from the beginning
     facts = {
-        "Time spent": _duration(seconds) if seconds is not None else None,
+        "Time spent": duration(seconds) if seconds is not None else None,
         "Data": data,
         "Network": f"{number(resolved['parameters'])} parameters" if resolved.get("parameters") else None,
         "Global batch": resolved.get("global_batch_size"),
@@ -139,15 +150,6 @@ def seconds_spent(record: RunRecord) -> float | None:
         spent += time - max(began, default=time)
         previous = time
     return spent
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
-    first = next((i for i, (amount, _) in enumerate(parts) if amount), len(parts) - 1)
-    return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2])
 
 
 # ---- tables

@@ -4,7 +4,7 @@ import math
 from statistics import median
 
 from utils.diagnostics.finding import Finding, Found
-from utils.diagnostics.rules.audit import measured
+from utils.diagnostics.rules.training import measured
 from utils.runs.record import RunRecord
 
 

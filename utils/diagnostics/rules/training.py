@@ -1,10 +1,41 @@
-"""Findings about gradients, updates, the learning rate and the losses."""
+"""Findings about updates: the recorded training step, gradients, learning rate, losses, slow ranks, devices that err."""
 
 import math
+from collections import Counter
 from statistics import median
 
 from utils.diagnostics.finding import Finding, Found
+from utils.runs.ledger import HASHES
 from utils.runs.record import RunRecord
+
+TEXTS = ("declared", "observed", "stage", "title", "cause")
+
+
+def looks(record: RunRecord) -> int:
+    """Returns how many updates were looked at."""
+    return len({step for step, audit in record.records("audit") if audit.get("measured")})
+
+
+def measured(record: RunRecord) -> list[str]:
+    """Returns the stages of which something was measured in any of them."""
+    return list(dict.fromkeys(stage for _, audit in record.records("audit") for stage in audit.get("measured", ())))
+
+
+def step_deviates(record: RunRecord) -> Found:
+    newest: dict[str, dict] = {}
+    failed: dict[str, int] = {}  # errors, and when each came last
+    for step, audit in record.records("audit"):
+        if "failed" in audit:
+            failed[audit["failed"]] = step
+        newest |= {one["code"]: one for one in audit.get("found", ())}
+        for code in audit.get("withdrawn", ()):  # of an update that was made again
+            newest.pop(code, None)
+    for error, step in failed.items():
+        yield Finding("rule-failed", "info", f"the look at the training step: {error}", step)
+    for code, one in newest.items():
+        texts = {name: one[name] for name in TEXTS}
+        evidence = f"{one['observed']}; declared: {one['declared']}"
+        yield Finding(code, one["severity"], evidence, one["step"], fixes=list(one["fixes"]), **texts)
 
 
 def non_finite(record: RunRecord) -> Found:
@@ -164,3 +195,53 @@ def _validation_ratio(record: RunRecord) -> float | None:
         ratios = [others[t] / trained[t] for t in list(trained)[1:-1] if t in others and trained[t] > 0]
         return max(ratios, default=None)
     return None
+
+
+REPORTS = 8  # the newest ones, which are judged together
+STAGES = {"own gradient": "the gradient", "gradient": "the gradient, after it was averaged and clipped"}  # of an update
+STAGES |= HASHES
+
+
+def slow_rank(record: RunRecord) -> Found:
+    if record.resolved.get("num_processes") == 1:
+        yield "slow-rank"  # there is no other to wait for it
+        return
+    seen = record.known("ranks")[1:]  # the first report includes what is made once: kernels that are chosen, workers
+    if len(seen) < 3:
+        return
+    yield "slow-rank"
+    own = [[compute + data for compute, data in zip(times["compute"], times["data"])] for _, times in seen[-REPORTS:]]
+    rank, times_seen = Counter(max(range(len(each)), key=each.__getitem__) for each in own).most_common(1)[0]
+    spread = median(each[rank] / max(_others(each, rank), 1e-9) for each in own)
+    # Ranks that share a busy machine are slow in turn, and seldom by so much; one with half the speed always is.
+    if spread < 1.4 or times_seen < 0.75 * len(own):
+        return
+    step, newest = seen[-1]
+    part = max(("compute", "data"), key=lambda part: newest[part][rank] - _others(newest[part], rank))
+    what = f"rank {rank} takes {spread:.1f} times as long as the median of the other ranks, in {part}"
+    yield Finding("slow-rank", "warning", what, step)
+
+
+def device_errs(record: RunRecord) -> Found:
+    """Of updates that were made again (--rerun_steps)."""
+    made = record.known("rerun")
+    if not made:
+        return
+    yield from ("device-errs", "update-not-repeatable")
+    wrong = [(step, each) for step, each in made if each["outcome"] == "wrong"]
+    if wrong:
+        step, each = wrong[0]
+        ranks = " or ".join(f"rank {rank}" for rank in each["ranks"])
+        what = f"update {step}, made again from the same weights and batches, has other bits, first in {STAGES[each['stage']]}"
+        if record.resolved.get("num_processes") != 1:
+            what += f", on {ranks}"
+        yield Finding("device-errs", "critical", f"{what}; {len(wrong)} of {len(made)} updates that were looked at", step)
+    apart = [(step, each) for step, each in made if each["outcome"] == "not repeatable"]
+    if apart:
+        step, each = apart[0]
+        what = f"first in {STAGES[each['stage']]} of update {step}; {len(apart)} of {len(made)} updates that were looked at"
+        yield Finding("update-not-repeatable", "info", what, step)
+
+
+def _others(times: list[float], rank: int) -> float:
+    return median(times[:rank] + times[rank + 1 :])
