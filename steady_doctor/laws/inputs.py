@@ -1,20 +1,16 @@
 """Whether the network gets a mixture of one image and noise, on one path from images to noise."""
 
+import itertools
 from collections.abc import Iterator
-from math import prod
 
 import torch
 
 from steady_doctor.found import Found
-from steady_doctor.identify.rows import alike
-from steady_doctor.identify.step import Pass
 from steady_doctor.laws.paths import LEAST, is_slip, levels
 from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
 
-MUCH_SIGNAL = 0.8  # the image's share at the last row of a table; published schedules of 50 steps leave up to 0.78
-MOST_SIGNAL = 0.85  # the same where the network is told much of each image; beyond it, sigmas are for noisy photographs
-MANY_NUMBERS = 16  # of one sample's condition: more than a class or a size says
+MOST_SIGNAL = 0.85  # the image's share at the last row of a table; published schedules of 50 steps leave up to 0.78
 NO_SIGNAL = 0.01  # the share below which nothing of the image is left
 TOO_MANY = 0.4  # of a table's rows without any image
 FAR = 1.0  # of -log of the shares, at the last row: the beginning of a straight path is a polynomial, too
@@ -29,13 +25,10 @@ def path(seen: Seen) -> Iterator[Found]:
     found = levels(seen) if asks(seen) is not None else None
     is_wide = found is not None and max(float(x.max() - x.min()) for x in (found.a, found.b)) > WIDE
     is_enough = is_wide and len(found.a) >= 2 * LEAST  # type: ignore[union-attr]
+    if found is None or not is_enough or found.kind:
+        return
     tables = (one.mixture.table for _, one in seen.mixed() if one.mixture.table is not None)
-    if (
-        found is not None
-        and is_enough
-        and not found.kind
-        and (is_slip(found.a, found.b) or any(map(_is_half_cumulated, tables)))
-    ):
+    if is_slip(found.a, found.b) or any(map(_is_half_cumulated, tables)):
         pairs = [(round(float(a), 3), round(float(b), 3)) for a, b in list(zip(found.a, found.b))[:4]]
         yield Found("input-path", seen.mixed()[0][0], {"pairs": pairs})
 
@@ -131,8 +124,8 @@ def schedule(seen: Seen) -> Iterator[Found]:
         # The rows may go from noise to the image: what tells is whose products are those of betas.
         if last == 0 and levels(seen) is not None and levels(seen).kind == "vp" and _of_betas(table[0], b * b):
             yield Found("input-exchanged", update, {"first": float(b[0]), "last": float(b[-1])})
-        is_restored = float(a[last]) > MOST_SIGNAL and (path := levels(seen)) is not None and path.kind == "ve"
-        if float(a[last]) > (MOST_SIGNAL if _told_otherwise(one) else MUCH_SIGNAL) and not is_restored:
+        is_exploding = (path := levels(seen)) is not None and path.kind == "ve"  # to sigmas that may be for noisy photographs
+        if float(a[last]) > MOST_SIGNAL and not is_exploding:
             yield Found("input-signal-left", update, {"share": float(a[last])})
         if float((a.abs() < NO_SIGNAL).double().mean()) > TOO_MANY:
             yield Found("input-all-noise", update, {"share": float((a.abs() < NO_SIGNAL).double().mean())})
@@ -153,12 +146,13 @@ def _is_half_cumulated(table: torch.Tensor) -> bool:
     rows, a, b = table
     variances = a * a, 1 - b * b
     follows = (rows.diff() == 1) & (torch.minimum(*variances)[1:] > NO_SIGNAL)
-    alphas = [(one[1:] / one[:-1])[follows] for one in variances]
-    return int(follows.sum()) >= FEWEST_ROWS and any(
-        bool(((1 - one) - (1 - own[1:][follows])).abs().le(EVEN * (1 - one) + EXACT).all())
-        and float((1 - one).max()) > 10 * EXACT
-        for one, own in zip(alphas, reversed(variances))
-    )
+    if int(follows.sum()) < FEWEST_ROWS:
+        return False
+    for one, other in itertools.permutations(variances):
+        betas, own = 1 - (one[1:] / one[:-1])[follows], 1 - other[1:][follows]
+        if float(betas.max()) > 10 * EXACT and bool(((betas - own).abs() <= EVEN * betas + EXACT).all()):
+            return True
+    return False
 
 
 def _of_betas(rows: torch.Tensor, variances: torch.Tensor) -> bool:
@@ -170,13 +164,6 @@ def _of_betas(rows: torch.Tensor, variances: torch.Tensor) -> bool:
     powers = place[:, None] ** torch.arange(4)
     rest = powers @ torch.linalg.lstsq(powers, logs[:, None]).solution - logs[:, None]
     return float(rest.abs().max() / logs.max()) < OF_BETAS
-
-
-def _told_otherwise(one: Pass) -> bool:
-    """Whether the network is given something of each sample that tells as much as what noise leaves of it: a spectrogram of the
-    sound, a coarse image, a code of the shape. Sampling may then begin with noise alone."""
-    given = [known for known in one.conditions.given if known.floating and not known.ignored and known.labels is None]
-    return any(prod(known.shape[1:]) >= MANY_NUMBERS and not alike(known.rows) for known in given)
 
 
 def spread(seen: Seen) -> Iterator[Found]:

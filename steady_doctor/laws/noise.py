@@ -67,21 +67,22 @@ def again(seen: Seen) -> Iterator[Found]:
 
 def normal(seen: Seen) -> Iterator[Found]:
     """Mean 0, the spread of a normal distribution, and its fourth moment; of small batches several together."""
-    counts, means, fourths = [], [], []
+    count = mean = fourth = 0.0
     for update, one in seen.mixed():
-        noise, count = one.mixture.noise, _independent(one.mixture)
+        noise, new = one.mixture.noise, _independent(one.mixture)
         normals = [name in NORMAL for name in one.mixture.drawn_by]
-        if not count or noise.std < 1e-12 or one.mixture.a is None or (len(normals) > 1 and all(normals)):
+        if not new or noise.std < 1e-12 or one.mixture.a is None or (len(normals) > 1 and all(normals)):
             continue  # numbers that several draws were added up to are not independent
-        counts, means, fourths = [*counts, count], [*means, count * noise.mean / noise.std], [*fourths, count * noise.fourth]
-        if (total := sum(counts)) < ENOUGH:
+        mean, fourth = (
+            (count * x + new * y) / (count + new) for x, y in ((mean, noise.mean / noise.std), (fourth, noise.fourth))
+        )
+        if (count := count + new) < ENOUGH:
             continue
-        mean, fourth = sum(means) / total, sum(fourths) / total
-        off = abs(mean) > ERRORS * (1 / total) ** 0.5 + ROUNDED
-        uneven = abs(fourth - NORMAL_FOURTH) > ERRORS * (96 / total) ** 0.5 + NORMAL_FOURTH * ROUNDED
+        off = abs(mean) > ERRORS * (1 / count) ** 0.5 + ROUNDED
+        uneven = abs(fourth - NORMAL_FOURTH) > ERRORS * (96 / count) ** 0.5 + NORMAL_FOURTH * ROUNDED
         if off or uneven:
             yield Found("noise-not-normal", update, {"mean": mean, "fourth": fourth, "drawn": one.mixture.drawn_by})
-        counts, means, fourths = [], [], []
+        count = mean = fourth = 0.0
 
 
 def _independent(mixture: Mixed) -> int:
