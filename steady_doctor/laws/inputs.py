@@ -1,6 +1,5 @@
 """Whether the network gets a mixture of one image and noise, on one path from images to noise."""
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -28,7 +27,12 @@ def path(seen: Seen) -> Iterator[Found]:
     if found is None or not is_enough or found.kind:
         return
     tables = (one.mixture.table for _, one in seen.mixed() if one.mixture.table is not None)
-    if is_slip(found.a, found.b) or any(map(_is_half_cumulated, tables)):
+    part = next(filter(None, map(_not_cumulated, tables)), "")
+    if part == "noise":
+        yield Found("noise-not-cumulated", seen.mixed()[0][0])
+    elif part:
+        yield Found("input-not-cumulated", seen.mixed()[0][0])
+    elif is_slip(found.a, found.b):
         pairs = [(round(float(a), 3), round(float(b), 3)) for a, b in list(zip(found.a, found.b))[:4]]
         yield Found("input-path", seen.mixed()[0][0], {"pairs": pairs})
 
@@ -141,18 +145,18 @@ def square_roots(seen: Seen) -> Iterator[Found]:
             return
 
 
-def _is_half_cumulated(table: torch.Tensor) -> bool:
-    """Whether one of the shares is of the product of all alphas up to its row, and the other one of the alpha of this row."""
+def _not_cumulated(table: torch.Tensor) -> str:
+    """Which share, the "noise" or the "input", is of the alpha of its row alone, where the other is of all up to this row."""
     rows, a, b = table
     variances = a * a, 1 - b * b
     follows = (rows.diff() == 1) & (torch.minimum(*variances)[1:] > NO_SIGNAL)
     if int(follows.sum()) < FEWEST_ROWS:
-        return False
-    for one, other in itertools.permutations(variances):
+        return ""
+    for part, one, other in (("noise", *variances), ("input", *reversed(variances))):
         betas, own = 1 - (one[1:] / one[:-1])[follows], 1 - other[1:][follows]
         if float(betas.max()) > 10 * EXACT and bool(((betas - own).abs() <= EVEN * betas + EXACT).all()):
-            return True
-    return False
+            return part
+    return ""
 
 
 def _of_betas(rows: torch.Tensor, variances: torch.Tensor) -> bool:

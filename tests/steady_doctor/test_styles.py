@@ -587,15 +587,15 @@ def test_levels_in_parts_of_which_one_is_empty():
     is_healthy(network := Network(), loss_of, "straight path from images to noise, the velocity to noise")
 
 
-@pytest.mark.parametrize(("a", "b"), [(ALPHA_BAR, 1 - ALPHA), (ALPHA, 1 - ALPHA_BAR)])
-def test_one_share_of_all_alphas_and_the_other_of_one_of_them(a, b):
+@pytest.mark.parametrize(("a", "b", "part"), [(ALPHA_BAR, 1 - ALPHA, "noise"), (ALPHA, 1 - ALPHA_BAR, "input")])
+def test_one_share_of_all_alphas_and_the_other_of_one_of_them(a, b, part):
     network = Network()
 
     def loss_of(clean):
         t, noise = torch.randint(0, T, (len(clean),)), torch.randn_like(clean)
         return mse_loss(network(column(a[t].sqrt()) * clean + column(b[t].sqrt()) * noise, t), noise)
 
-    assert "input-path" in train(network, loss_of)[0]
+    assert train(network, loss_of)[0][:1] == [f"{part}-not-cumulated"]
 
 
 def test_fields_have_no_range_and_pictures_do():
