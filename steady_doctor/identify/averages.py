@@ -14,6 +14,8 @@ ROUNDING = 1e-6  # of a tensor's size
 FLOAT32 = 2.0**-24  # of a number
 MOVED = 2 * FLOAT32 / EXACT  # of a tensor's size: a smaller distance is not known to EXACT, and so is no share of it
 FEWEST = 4  # numbers that tell two shares
+ALMOST_ALL = 0.9  # of the weights
+COPY = "copy to where it lies"
 SHOWS = {"detach", "alias", "view"}  # what gives the same numbers at the same place
 OTHER_SUM = 1e-3  # of two shares, by which they are not 1 together
 
@@ -152,22 +154,20 @@ def _when(recorded: Recorded, index: int) -> str:
 
 
 def written_by_itself(recorded: Recorded) -> tuple[str, ...]:
-    """Operations outside of the step that mix a weight with itself, or copy it to where it lies: an average that is the
-    network."""
+    """Operations outside of the step that mix a weight with itself, or copy almost all of them to where they lie: an average
+    that is the network."""
     tape = recorded.tape
     step = next((at for at, what in recorded.events if what == "step"), len(tape.ops))
-    found = {}
+    found, copied = {}, set()
     for op in tape.ops[:step]:
         if "trained" in op.changes and op.name in ("lerp_", "add_", "_foreach_lerp_", "_foreach_add_", "copy_"):
             upstream = tape.upstream(op)
             sources = [one for one in upstream if one.is_source]
             mixes = op.name != "copy_" or any(one.name in ("lerp", "add", "_foreach_lerp") for one in upstream)
-            is_copied = len(sources) == 1 and all(one.is_source or one is op or one.name in SHOWS for one in upstream)
             twice = sum(last.uses != 0 for _, last in op.reads) > 1
-            if (
-                (mixes or is_copied)
-                and twice
-                and all(one.kind == "trained" or torch.Size(one.shape).numel() == 1 for one in sources)
-            ):
+            if mixes and twice and all(one.kind == "trained" or torch.Size(one.shape).numel() == 1 for one in sources):
                 found[op.name] = None
-    return tuple(found)
+            elif twice and len(sources) == 1 and all(one.is_source or one is op or one.name in SHOWS for one in upstream):
+                copied.add(sources[0])
+    is_whole = len(copied) >= ALMOST_ALL * len(recorded.parameters)
+    return (*found, *([COPY] if is_whole else []))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from steady_doctor.found import Found
-from steady_doctor.identify.averages import Average
+from steady_doctor.identify.averages import COPY, Average
 from steady_doctor.seen import Seen
 
 LEAST = 3  # recorded updates that agree
@@ -76,9 +76,11 @@ def still(seen: Seen) -> Iterator[Found]:
 
 
 def itself(seen: Seen) -> Iterator[Found]:
-    """The average lies where the weights lie."""
-    for update in seen.recorded():
-        if update.by_itself and not update.normalized:
+    """The average lies where the weights lie; where weights are only copied, in each update: they may be loaded once."""
+    known = seen.recorded()
+    is_copied = len(known) >= LEAST and all(update.by_itself for update in known[1:])
+    for update in known:
+        if update.by_itself and not update.normalized and (is_copied or set(update.by_itself) != {COPY}):
             yield Found("ema-is-the-network", update.number, {"by": update.by_itself})
             return
 

@@ -132,7 +132,9 @@ def _depending(ops: list[Op], instead: Iterable[Op]) -> set[Op]:
 
 def _decides(op: Op) -> bool:
     """Whether numbers become whole ones, or choices: a last bit may make others of them."""
-    return op.name.rstrip("_") in ROUNDS or (not op.floating and any(last.floating for _, last in op.reads))
+    if op.writes or len(op.outs) > 1:  # of what is written into another tensor, its other views have to know
+        return False
+    return op.name in ROUNDS or (not op.floating and any(last.floating for _, last in op.reads))
 
 
 def _filled(value: Any, tensors: dict[int, Tensor], precise: Callable[[Any], Any]) -> Any:

@@ -93,6 +93,18 @@ def test_what_was_rounded_stays_so_in_float64():
     torch.testing.assert_close(tape.value(loss, exact=True).float(), tape.value(loss))
 
 
+def test_what_is_rounded_in_place_is_seen_by_all_that_shows_it():
+    network = nn.Linear(8, 8)
+    tape = Tape(network.parameters())
+    with tape:
+        target = torch.randn(4, 8) * 3
+        before = target.view(-1)
+        target[:, :4].round_()
+        loss = (network(torch.randn(4, 8)) - target - before.view(4, 8)).square().mean()
+    root = next(op for op in reversed(tape.ops) if op.name == "mean")
+    torch.testing.assert_close(tape.value(root, exact=True).float(), loss.detach())
+
+
 def test_a_tape_is_gone_without_the_garbage_collector():
     network = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8))
 

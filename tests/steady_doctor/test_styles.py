@@ -635,6 +635,10 @@ def test_an_average_that_is_copied_from_the_weights_to_the_weights():
     network = Network()
     codes, _ = train(network, vp(network), after=lambda: network.load_state_dict(network.state_dict()))
     assert codes == ["ema-is-the-network"]
+    seldom, of_one = iter(range(99)), lambda: network.last.bias.data.copy_(network.last.bias.data)
+    assert not train(network, vp(network), after=of_one)[0]
+    after = lambda: next(seldom) == 3 and network.load_state_dict(network.state_dict())  # noqa: E731
+    assert not train(network, vp(network), after=after)[0]
 
 
 class Labels(nn.Module):

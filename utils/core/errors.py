@@ -50,8 +50,8 @@ def explained(what: str, advice: str, kinds: type[Exception] | tuple[type[Except
     except UserError:
         raise
     except kinds as error:
-        reason = error.strerror or str(error) if isinstance(error, OSError) else one_line(error)
-        raise UserError(f"{what}: {reason or type(error).__name__}\n{advice}") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+        raise UserError(f"{what}: {reason}\n{advice}") from error
 
 
 def in_full(error: BaseException) -> str:

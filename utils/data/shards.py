@@ -111,7 +111,7 @@ def _saved(name: str, split: str) -> list[str] | None:
         elif not files.isfile(f"{path}/state.json"):
             return None
         state = json.loads(files.cat_file(f"{path}/state.json")) if splits is None or split in splits else {}
-        if split not in (splits := splits or [state.get("_split") or "train"]):
+        if split not in (splits := [state.get("_split") or "train"] if splits is None else splits):
             raise _no_such_split(split, name, splits)
         shards = [f"{path}/{file['filename']}" for file in state["_data_files"]]
     return [files.unstrip_protocol(shard) for shard in shards] if is_address(name) else shards
