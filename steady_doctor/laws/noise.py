@@ -86,8 +86,10 @@ def normal(seen: Seen) -> Iterator[Found]:
 
 
 def _independent(mixture: Mixed) -> int:
+    """Of the noise's numbers, all or none; a mask leaves others than those that were drawn."""
     noise = mixture.noise
-    return noise.count if not noise.same_along else 0
+    is_masked = bool((noise.head == 0).all(0).any())
+    return 0 if noise.same_along or is_masked else noise.count
 
 
 def unit(seen: Seen) -> Iterator[Found]:

@@ -46,10 +46,11 @@ class Modules:
         self._outermost.add(id(module))
         self._inside |= {id(each) for each in module.modules()}
         network = Network(type(module).__name__)
+        resting = {id(below) for part in module.modules() if _is_frozen(part) for below in part.modules()}
         for name, each in module.named_modules():
             if isinstance(each, _BatchNorm):
                 network.batch_norms.append(each.training)
-            elif _drops(each):
+            elif id(each) not in resting and _drops(each):
                 network.drops.append(each.training)
             for of_which, parameter in each.named_parameters(recurse=False):
                 if not parameter.requires_grad:
@@ -87,3 +88,9 @@ def _drops(module: nn.Module) -> bool:
         return False
     numbers = (named for each in module.modules() for named in vars(each).items())
     return any("drop" in name and isinstance(value, float) and 0 < value < 1 for name, value in numbers)
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    """Whether it has parameters, and trains none of them: an encoder, say, which rests in evaluation mode."""
+    trains = [parameter.requires_grad for parameter in module.parameters()]
+    return bool(trains) and not any(trains)

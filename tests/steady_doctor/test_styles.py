@@ -626,9 +626,11 @@ def test_noise_of_small_batches_is_judged_together_and_a_branch_that_nothing_fol
         return mse_loss(network(torch.cat([(1 - t) * clean + t * noise, t], 1), t), noise - clean)
 
     data = torch.rand(64, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    for draw, codes in ((torch.randn_like, ["gradient-unused"]), (torch.rand_like, ["noise-not-normal", "gradient-unused"])):
+    some = torch.cat([torch.ones(6), torch.zeros(10)])
+    draws = {torch.randn_like: [], torch.rand_like: ["noise-not-normal"], lambda x: some * torch.randn_like(x): []}
+    for draw, codes in draws.items():
         network = Actions()
-        assert set(train(network, lambda clean: loss_of(network, clean, draw), data=data)[0]) == set(codes)  # noqa: B023
+        assert set(train(network, lambda clean: loss_of(network, clean, draw), data=data)[0]) == {*codes, "gradient-unused"}  # noqa: B023
 
 
 def test_an_average_that_is_copied_from_the_weights_to_the_weights():
@@ -666,3 +668,12 @@ class WithLabels(Network):
 def test_labels_that_a_module_below_leaves_out_in_training_mode(mode):
     network = WithLabels().train(mode)
     assert ("network-evaluation-mode" in train(network, vp(network), updates=40)[0]) != mode
+
+
+def test_a_frozen_part_rests_in_evaluation_mode():
+    network = WithLabels()
+    network.labels.requires_grad_(False).eval()
+    nn.init.normal_(network.labels.table.weight)
+    assert "network-evaluation-mode" not in train(network, vp(network), updates=40)[0]
+    network.labels.requires_grad_(True)
+    assert "network-evaluation-mode" in train(network.eval(), vp(network), updates=40)[0]

@@ -94,7 +94,7 @@ class FileTree:
             with explained(f"cannot read {entry.path}", "check its permissions", OSError):
                 is_folder = entry.is_dir()
             if is_folder:
-                if not entry.name.startswith((".", "__")):
+                if not entry.name.startswith((".", "__")) and entry.name != "lost+found":  # the latter is a disk's own
                     self.add_folder(entry.path, f"{prefix}{entry.name}/", (*above, itself))
             elif not entry.is_file():
                 self.left_out["link to nothing" if entry.is_symlink() else "special file"] += 1
