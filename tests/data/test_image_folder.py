@@ -113,7 +113,16 @@ def test_a_damaged_member_is_named_or_replaced(load, tmp_path):
 
 
 def test_nothing_is_left_out_silently_and_links_are_followed(load, tmp_path):
-    folder = write(tmp_path / "photos", "cat/1.png", "cat/x.heic", "cat/y.tar.gz", "cat/without", "Thumbs.db", ".hidden/3.png", "lost+found/4.png")
+    folder = write(
+        tmp_path / "photos",
+        "cat/1.png",
+        "cat/x.heic",
+        "cat/y.tar.gz",
+        "cat/without",
+        "Thumbs.db",
+        ".hidden/3.png",
+        "lost+found/4.png",
+    )
     (folder / "cat" / "4.avif").write_bytes(encoded(4, "AVIF"))
     (folder / "dog").symlink_to(write(tmp_path / "elsewhere", "2.png"))
     (folder / "cat" / "back").symlink_to(folder)
