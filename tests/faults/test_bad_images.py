@@ -69,7 +69,7 @@ def check_report(output_dir: Path) -> None:
     assert {entry["row"]: entry["replaced_by"] for entry in report} == REPLACED_BY
     reasons = {entry["row"]: entry["reason"] for entry in report}
     assert "truncated" in reasons[3] and "truncated" in reasons[117]
-    assert "web page" in reasons[4] and "empty" in reasons[105]
+    assert "<html>" in reasons[4] and "empty" in reasons[105]
     assert not list(output_dir.glob(".tmp-*"))
 
 
