@@ -46,7 +46,7 @@ def range_(seen: Seen) -> Iterator[Found]:
     spread = max(clean.std for _, _, clean in looks)
     if high > BYTES and low > -2:
         yield Found("data-bytes", update, figures)
-    elif max(high, -low) > FAR * 2 and not all(_is_standard(clean) for _, _, clean in looks):
+    elif max(high, -low) > FAR * 2 and not _has_no_range([clean for _, _, clean in looks]):
         yield Found("data-range", update, figures)
     elif high - low < NARROW and (path is None or not path.single) and sum(clean.shape[0] for _, _, clean in looks) > 4:
         yield Found("data-nearly-one", update, figures | {"std": spread})
@@ -56,11 +56,13 @@ def range_(seen: Seen) -> Iterator[Found]:
         yield Found("data-halved", update, figures)
 
 
-def _is_standard(clean: Figures) -> bool:
-    """Fields and spectra, which have no range: they are brought to the mean and the spread of the noise, or have tails."""
-    is_scaled = abs(clean.mean) < STANDARD and abs(clean.std - 1) < STANDARD
-    tail = min(clean.high - clean.mean, clean.mean - clean.low)
-    return is_scaled or (abs(clean.mean) < STANDARD * clean.std and tail > TAILS * clean.std)
+def _has_no_range(looks: list[Figures]) -> bool:
+    """Fields and spectra: they are brought to the mean and the spread of the noise, or have tails on both sides."""
+    if all(abs(clean.mean) < STANDARD and abs(clean.std - 1) < STANDARD for clean in looks):
+        return True
+    mean, std = (sum(getattr(clean, name) for clean in looks) / len(looks) for name in ("mean", "std"))
+    tail = min(max(clean.high for clean in looks) - mean, mean - min(clean.low for clean in looks))
+    return abs(mean) < STANDARD * std and tail > TAILS * std
 
 
 def signals(seen: Seen) -> Iterator[Found]:

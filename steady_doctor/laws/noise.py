@@ -68,11 +68,15 @@ def again(seen: Seen) -> Iterator[Found]:
 def normal(seen: Seen) -> Iterator[Found]:
     """Mean 0, the spread of a normal distribution, and its fourth moment; of small batches several together."""
     count = mean = fourth = 0.0
+    earlier: set[bytes] = set()
     for update, one in seen.mixed():
         noise, new = one.mixture.noise, _independent(one.mixture)
         normals = [name in NORMAL for name in one.mixture.drawn_by]
         if not new or noise.std < 1e-12 or one.mixture.a is None or (len(normals) > 1 and all(normals)):
             continue  # numbers that several draws were added up to are not independent
+        if (numbers := noise.head.numpy().tobytes()) in earlier:  # nor those that came before
+            continue
+        earlier.add(numbers)
         mean, fourth = (
             (count * x + new * y) / (count + new) for x, y in ((mean, noise.mean / noise.std), (fourth, noise.fourth))
         )

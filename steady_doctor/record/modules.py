@@ -92,5 +92,5 @@ def _drops(module: nn.Module) -> bool:
 
 def _is_frozen(module: nn.Module) -> bool:
     """Whether it has parameters, and trains none of them: an encoder, say, which rests in evaluation mode."""
-    trains = [parameter.requires_grad for parameter in module.parameters()]
-    return bool(trains) and not any(trains)
+    has_any = next(module.parameters(), None) is not None
+    return has_any and not any(parameter.requires_grad for parameter in module.parameters())
