@@ -44,7 +44,6 @@ class Plan:
 
     first: int  # number of the next update
     last: int
-    eager: bool  # whether the network runs eagerly in each update, or in those that are reported alone
     limit: float | AdaptiveLimit
 
 
@@ -71,7 +70,7 @@ class DeclaredRun:
         self._session = self._doctor.session
         self._session.resting = True  # until the first update begins
         self._hooks = self._doctor.install()
-        self._made, self._eager, self._data, self._tell, self._gather = plan.first - 1, plan.eager, data, tell, gather
+        self._made, self._data, self._tell, self._gather = plan.first - 1, data, tell, gather
         self._due = audited_updates(plan.last) | {plan.first}
         self._limit = plan.limit
         self._others: list[Found] = []  # of files, of data and of other processes
@@ -83,11 +82,11 @@ class DeclaredRun:
 
     # ---- an update
 
-    def begin(self, update: int, reported: bool, loss_scale: Callable[[], float]) -> None:
-        """Before the update of this number. Compiled networks are looked at in updates that are `reported`, which run eagerly
-        anyway, so that a look changes no number. `loss_scale`: what the loss is multiplied by; the host may wait."""
+    def begin(self, update: int, eager: bool, loss_scale: Callable[[], float]) -> None:
+        """Before the update of this number. `eager`: whether no compiled network runs in it; only such updates are looked at.
+        `loss_scale`: what the loss is multiplied by; the host may wait."""
         due = {number for number in self._due if number <= update}
-        self.looks = update in due if self._eager else reported and bool(due)
+        self.looks = eager and bool(due)
         if self.looks:
             self._due -= due
         self._made = update - 1
@@ -160,10 +159,6 @@ class DeclaredRun:
         except Exception as error:
             self._say_failed(error)
             return set()
-
-    def measure_eagerly(self) -> None:
-        """From here on the network runs eagerly in each update, as compiling was given up."""
-        self._eager = True
 
     def close(self) -> None:
         """At the end of the run, where no update follows."""

@@ -84,7 +84,8 @@ def words_of(flags: dict) -> list[str]:
 def run_in(folder: Path, words: list[str], log: Path, more: dict[str, str] | None = None) -> int | None:
     """Exit status, None where the time ran out; the run and all that it started are ended then. `more`: of its environment."""
     environment = os.environ | HIDES_GPUS | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_MININTERVAL": "60"}
-    environment.pop("PYTHONPATH", None)
+    paths = [Path(path) for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path]  # of packages
+    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if not path.is_relative_to(ROOT))
     environment |= more or {}
     with open(log, "a") as file:
         output = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}

@@ -49,6 +49,7 @@ class Session:
     """
 
     _looks_for_copies = True
+    _forces_eager = True  # in recorded updates
 
     def __init__(
         self,
@@ -443,6 +444,8 @@ class Session:
         """From here on, until this update is over."""
         assert self._main is not None  # noqa: S101
         self._seeing.enter_context(_seldom_collected())
+        if self._forces_eager and "torch._dynamo" in sys.modules:  # which gives up compiling for good where it meets a tape
+            self._seeing.enter_context(torch.compiler.set_stance("force_eager"))
         own = parameters_of(self._main)
         self.tape = Tape(self._computing or own, own if self._computing else ())
         self._recorded = Recorded(self.tape, self._main, update, self.copies, self._computing)

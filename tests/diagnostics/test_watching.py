@@ -316,14 +316,16 @@ def test_as_pip_installs_it(tmp_path):
 def test_what_torch_compiles_runs_as_before(part, tmp_path):
     """In a process of its own, which has not imported torch's compiler before the hooks are there."""
     words = [[], [str(LOOPS.parents[1] / "diagnose.py"), "--watch_dir", str(tmp_path), "--watch"]]
-    losses = []
+    losses, runs = [], []
     for before in words:
         command = [sys.executable, *before, str(LOOPS / "compiled_loop.py"), part]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
         losses.append([line for line in run.stdout.splitlines() if line.startswith("loss")])
+        runs.append(int(run.stdout.split("compiled runs: ")[1].split()[0]))
         assert "doctor stopped" not in run.stderr and "Warning" not in run.stderr
     assert len(losses[0]) == 24 == len(losses[1])
     first, second = ([float(line.split()[1]) for line in one] for one in losses)
     assert first == pytest.approx(second, rel=1e-4)  # updates that are looked at run eagerly, and round otherwise
+    assert runs == [24, 24 - 6]  # as all others do not: 2, 3, 5, 8, 13 and 21 are looked at
     assert "watched: 24 updates of Network; variance-preserving path, epsilon" in run.stdout

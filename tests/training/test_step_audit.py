@@ -38,10 +38,21 @@ def test_the_numbers_of_transforms_are_a_condition(train_script, script, script_
 
 
 @pytest.mark.slow
-def test_a_compiled_run_is_looked_at_in_its_reports_and_runs_compiled_between_them(train, tiny_flags, tmp_path):
-    flags = ["--compile", "--max_train_steps", "4", "--logging_steps", "2", "--output_dir", tmp_path]
+def test_a_compiled_run_is_looked_at_in_its_reports_and_runs_compiled_between_them(train, tiny_flags, tmp_path, monkeypatch):
+    runs, compile_in_place = [], torch.nn.Module.compile
+
+    def counted(graph, inputs):
+        def run(*arguments):
+            runs.append(graph)
+            return graph.forward(*arguments)
+
+        return run
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_in_place(module, backend=counted))
+    flags = ["--compile", "--max_train_steps", "7", "--logging_steps", "3", "--output_dir", tmp_path]
     assert train([*tiny_flags, *flags]) == 0
     assert step_seen(tmp_path) == (OF_EACH, {})
+    assert len(runs) == 1 + 4 and len(set(runs)) == 1  # the check, and updates 1, 2, 4 and 5; the others are reported
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 

@@ -29,16 +29,33 @@ def train_step(x0, noise, t):
     return loss
 
 
+runs = 0  # of compiled code
+
+
+def counted(graph, inputs):
+    from torch._dynamo.backends.debugging import aot_eager
+
+    compiled = aot_eager(graph, inputs)
+
+    def run(*arguments):
+        global runs
+        runs += 1
+        return compiled(*arguments)
+
+    return run
+
+
 called, part = model, sys.argv[1]
 if part == "module":
-    called = torch.compile(model, backend="aot_eager")
+    called = torch.compile(model, backend=counted)
 elif part == "inplace":
-    model.compile(backend="aot_eager")
+    model.compile(backend=counted)
 elif part == "step":
-    train_step = torch.compile(train_step, backend="aot_eager")
+    train_step = torch.compile(train_step, backend=counted)
 for _ in range(24):
     x0 = torch.rand(8, 3, 16, 16) * 2 - 1
     loss = train_step(x0, torch.randn_like(x0), torch.randint(0, 1000, (8,)))
     optimizer.step()
     optimizer.zero_grad()
     print(f"loss {loss.item()!r}")
+print("compiled runs:", runs)

@@ -43,8 +43,7 @@ from utils.training.run import Run
 class StepAudit(DeclaredRun):
     """Measures the training step, and looks at what the run starts from and stores."""
 
-    def __init__(self, run: Run, eager: bool):
-        """`eager`: whether the network runs eagerly in each update."""
+    def __init__(self, run: Run):
         self._run, options, objective = run, run.options, run.objective
         self._process = process_of(options, run.facts)
         self._channels = run.facts["vae.latent_shape"][0] if options.vae else options.image_channels
@@ -56,7 +55,7 @@ class StepAudit(DeclaredRun):
         super().__init__(
             declared_by(options, run.facts, self._process, run.resumed_from),
             Trained(optimizer, objective.network, objective.exported, averages),
-            Plan(run.state.step + 1, run.length.max_train_steps, eager, limit),
+            Plan(run.state.step + 1, run.length.max_train_steps, limit),
             DataJudge(declared_data(options, run.facts, run.accelerator.process_index), given(run.data)),
             lambda made, said: run.doctor.record(made, {"audit": said}),
             objects_from_all,

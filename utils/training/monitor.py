@@ -28,7 +28,7 @@ class Monitor:
 
     def __init__(self, run: Run, measures_eagerly: bool, arithmetic: Arithmetic | None = None):
         """`measures_eagerly`: see `Dynamics`. `arithmetic`: for perf/tflops."""
-        self._run, self.measures_eagerly = run, measures_eagerly
+        self._run, self.measures_eagerly, self._compiled = run, measures_eagerly, run.options.compile
         options, objective, state = run.options, run.objective, run.state
         accelerator, limits = run.accelerator, (options.hang_timeout, options.collective_timeout)
         self._arithmetic, self._stopwatch = arithmetic, Stopwatch(state.step)
@@ -41,7 +41,7 @@ class Monitor:
         counts = state.skipped_updates, state.scaler_skips, state.bad_in_a_row
         self._bad_updates = BadUpdates(accelerator, num_parameters, *counts)
         self._nan_reports = NanReports(run)
-        self.audit = audit_of(run, measures_eagerly)
+        self.audit = audit_of(run)
         self.ledger = Ledger(run)
         counters = run.clipping, self._statistics, self._bad_updates, self._dynamics, self.ledger, *self.audit.counters
         self.rerun = Rerun(run, counters)
@@ -62,8 +62,7 @@ class Monitor:
 
     def measure_eagerly(self) -> None:
         """From here on the updates of reports run eagerly, as all others do once compiling is given up."""
-        self._dynamics.eager = True
-        self.audit.measure_eagerly()
+        self._dynamics.eager, self._compiled = True, False
 
     def begin(self, step: int) -> None:
         """Before the update after `step` finished ones. One that is made again is counted anew, but not by audit and clocks."""
@@ -75,7 +74,8 @@ class Monitor:
         self._hang.begin(step)
         self._dynamics.begin(self.due)
         scaler = self._run.accelerator.scaler
-        self.audit.begin(step + 1, self.due, (lambda: 1.0) if scaler is None else scaler.get_scale)
+        eager = self._dynamics.eager and (self.due or not self._compiled)
+        self.audit.begin(step + 1, eager, (lambda: 1.0) if scaler is None else scaler.get_scale)
         self.ledger.begin(step, self.due)
         self.rerun.begin(step, self.due and self._dynamics.eager)
 
@@ -233,8 +233,8 @@ class Unwatched:
         return lambda *arguments, **named: None
 
 
-def audit_of(run: Run, eager: bool) -> Any:
-    """A `StepAudit` (see there for the arguments), or what does nothing in its place."""
+def audit_of(run: Run) -> Any:
+    """A `StepAudit`, or what does nothing in its place."""
     if run.options.doctor == "off":
         return Unwatched()
     try:
@@ -247,4 +247,4 @@ def audit_of(run: Run, eager: bool) -> Any:
     if run.accelerator.device.type == "mps":
         run.print_line("nobody measures what an update of this run does: the doctor computes in float64, which MPS has not")
         return Unwatched()
-    return StepAudit(run, eager)
+    return StepAudit(run)
