@@ -24,23 +24,21 @@ from utils.diffusion.sampling import SamplePlan, sample, to_uint8
 from utils.evaluation.extractors import INCEPTION_SHA256, Classifier, Extractor
 from utils.evaluation.feature_sets import FeatureSet, extract
 from utils.evaluation.memorization import Originals, kept_for_memorization, memorization
-from utils.evaluation.quality import MIN_IMAGES, MIN_REGION_IMAGES, class_figures, compare, real_floor
+from utils.evaluation.quality import DISTANCES, MIN_IMAGES, MIN_REGION_IMAGES, class_figures, compare, real_floor
 
 FID_IMAGES = 50_000  # with fewer of them the number is part of the name
 NEAR_FLOOR = 5  # what benchmarks/quality/extractor_validation.py asks of a corruption that can be relied on to be seen
 
 
 def metric_name(kind: str, result: dict) -> str:
-    """What a figure "fd" or "kd" of a result, as evaluate.py writes it, is called: "fd_randconv", "kd_dinov2"; with the very
+    """What one of the DISTANCES of a result, as evaluate.py writes it, is called: "fd_randconv", "kd_dinov2"; with the very
     weights that papers use "kid", and "fid" of 50,000 images, "fid_10k" of fewer."""
     if result["features"] != "inception" or result["extractor_sha256"] != INCEPTION_SHA256:
         return f"{kind}_{result['features']}"
-    count = result["images"]
-    if kind == "kd":
-        return "kid"
-    if count >= FID_IMAGES:
-        return "fid"
-    return f"fid_{count // 1000}k" if count >= 1000 else f"fid_{count}"
+    name, count = DISTANCES[kind], result["images"]
+    if kind != "fd" or count >= FID_IMAGES:
+        return name
+    return f"{name}_{count // 1000}k" if count >= 1000 else f"{name}_{count}"
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from utils.evaluation.feature_sets import SAMPLE_ROWS, FeatureSet
 NEIGHBORS = 5  # of precision, recall, density and coverage
 IMAGES_PER_MODE, MAX_MODES = 40, 100  # Richardson & Weiss use 100 bins; fewer where a bin would hold too few to be judged
 MIN_REGION_IMAGES, REGION_ROWS, VISIBLE_ROWS = 100, 5_000, 2_000
+DISTANCES = {"fd": "fid", "kd": "kid"}  # figures in an extractor's own units -> what papers call them with Inception's weights
 MIN_IMAGES = 10  # below that no figure means anything
 _MIN_SPREAD = 0.1  # of the median spread
 

@@ -16,7 +16,7 @@ from utils.diagnostics.report.figures import FIGURES
 from utils.diagnostics.report.report import REPORT, updates_done, write_report
 from utils.diagnostics.rules.samples import MIN_VARIED
 from utils.evaluation.evaluator import metric_name
-from utils.evaluation.quality import NEIGHBORS
+from utils.evaluation.quality import DISTANCES, NEIGHBORS
 from utils.runs.evaluations import run_of, write_evaluation
 from utils.runs.record import RunRecord
 
@@ -109,9 +109,9 @@ def lines(results: list[dict]) -> list[str]:
     columns = [*samples, floor]
     rows = [["", *(_title(result) for result in results), f"real/real floor (N {floor['images']:,})"]]
     rows.append(["samples", *(_made(result) for result in results), ""])
-    rows += [[metric_name(kind, results[0]), *(f"{figures[kind]:.4g}" for figures in columns)] for kind in ("fd", "kd")]
+    rows += [[metric_name(kind, results[0]), *(f"{figures[kind]:.4g}" for figures in columns)] for kind in DISTANCES]
     for key, name in FIGURES.items():
-        if key not in ("fd", "kd"):
+        if key not in DISTANCES:
             name += f" (k {NEIGHBORS})" * (key in _OF_NEIGHBORS)
             rows.append([name, *(f"{figures[key]:.3g}" for figures in columns)])
     if all(figures["regions"] for figures in columns):
@@ -151,7 +151,7 @@ def _made(result: dict) -> str:
 def sentences(results: list[dict]) -> list[str]:
     """Such as fd_randconv = 3.41 (real/real floor 0.12; N 10000 against 50000), for each result and over its seeds."""
     found = []
-    for kind in ("fd", "kd"):
+    for kind in DISTANCES:
         by_name: dict[str, list[float]] = {}
         for result in results:
             figures, floor = result["figures"], result["figures"]["floor"]

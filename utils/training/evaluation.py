@@ -21,6 +21,7 @@ from utils.evaluation.evaluator import Evaluation
 from utils.evaluation.extractors import make_extractor
 from utils.evaluation.feature_sets import REFERENCE_ROWS, evenly, reference_features
 from utils.evaluation.memorization import Originals
+from utils.evaluation.quality import DISTANCES
 from utils.training.run import Run
 from utils.training.samples import plan_of
 
@@ -126,7 +127,7 @@ class SampleEvaluation:
             return
         state.evaluated_step = step
         done = time.perf_counter()
-        logged = {f"eval/{kind}_{FEATURES}": figures[kind] for kind in ("fd", "kd")}
+        logged = {f"eval/{kind}_{FEATURES}": figures[kind] for kind in DISTANCES}
         logged |= {f"eval/{name}": figures[name] for name in LOGGED}
         logged |= {"eval/modes_hit": figures["modes"]["hit"], "eval/modes_different": figures["modes"]["different"]}
         logged |= {"eval/near_duplicates": figures["memorisation"]["near_duplicates"], "eval/seconds": done - start}
@@ -145,7 +146,7 @@ class SampleEvaluation:
             + (f", {prepared - start:.1f} s of it for the training images, once" if prepared - start > 0.1 else "")
         )
         self._note_copies(figures["memorisation"])
-        for kind in ("fd", "kd"):
+        for kind in DISTANCES:
             state.record(f"{kind}_{FEATURES}", figures[kind], decides=kind == run.options.best_metric)
 
     def _note_copies(self, found: dict) -> None:
