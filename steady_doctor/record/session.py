@@ -26,7 +26,7 @@ from steady_doctor.record.ops import tensors_in
 from steady_doctor.record.recorded import Recorded, parameters_of
 from steady_doctor.record.stored_weights import StoredWeights
 from steady_doctor.record.tape import Tape
-from steady_doctor.record.wrapping import compile_, without_warning, wrap
+from steady_doctor.record.wrapping import compile_, eagerly, hook, without_warning, wrap
 
 SETTLED = 16  # updates, within which Accelerate's settings are read
 LATER = 8  # steps of another optimizer, without one of that which is watched, from which on it is what trains now
@@ -119,7 +119,7 @@ class Session:
             (register_optimizer_step_pre_hook, self._before_step),
             (register_optimizer_step_post_hook, self._after_step),
         ):
-            hooks.callback(register(functools.partial(self._safely, look)).remove)
+            hook(hooks, register, functools.partial(self._safely, look))
         wrap(hooks, torch.autograd, "backward", self._backward)
         wrap(hooks, torch.autograd, "grad", self._grad)
 
@@ -444,8 +444,8 @@ class Session:
         """From here on, until this update is over."""
         assert self._main is not None  # noqa: S101
         self._seeing.enter_context(_seldom_collected())
-        if self._forces_eager and "torch._dynamo" in sys.modules:  # which gives up compiling for good where it meets a tape
-            self._seeing.enter_context(torch.compiler.set_stance("force_eager"))
+        if self._forces_eager:
+            self._seeing.enter_context(eagerly())
         own = parameters_of(self._main)
         self.tape = Tape(self._computing or own, own if self._computing else ())
         self._recorded = Recorded(self.tape, self._main, update, self.copies, self._computing)

@@ -312,7 +312,7 @@ def test_as_pip_installs_it(tmp_path):
     assert run.returncode == 0 and "watched: 3 updates of Network" in run.stdout, run.stderr
 
 
-@pytest.mark.parametrize("part", ["step", *(pytest.param(part, marks=pytest.mark.slow) for part in ("module", "inplace"))])
+@pytest.mark.parametrize("part", ["step", *slow_turns("optimizer", "module", "inplace")])
 def test_what_torch_compiles_runs_as_before(part, tmp_path):
     """In a process of its own, which has not imported torch's compiler before the hooks are there."""
     words = [[], [str(LOOPS.parents[1] / "diagnose.py"), "--watch_dir", str(tmp_path), "--watch"]]
@@ -327,5 +327,6 @@ def test_what_torch_compiles_runs_as_before(part, tmp_path):
     assert len(losses[0]) == 24 == len(losses[1])
     first, second = ([float(line.split()[1]) for line in one] for one in losses)
     assert first == pytest.approx(second, rel=1e-4)  # updates that are looked at run eagerly, and round otherwise
-    assert runs == [24, 24 - 6]  # as all others do not: 2, 3, 5, 8, 13 and 21 are looked at
-    assert "watched: 24 updates of Network; variance-preserving path, epsilon" in run.stdout
+    if part != "optimizer":
+        assert runs == [24, 24 - 6]  # as all others do not: 2, 3, 5, 8, 13 and 21 are looked at
+        assert "watched: 24 updates of Network; variance-preserving path, epsilon" in run.stdout

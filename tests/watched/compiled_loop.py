@@ -1,4 +1,5 @@
-"""A loop of which torch compiles a part: nothing, the network ("module", or "inplace"), or the whole step."""
+"""A loop of which torch compiles a part: the network ("module", or "inplace"), "step" (with its loss and backward pass), or
+"optimizer"."""
 
 import sys
 
@@ -52,6 +53,8 @@ elif part == "inplace":
     model.compile(backend=counted)
 elif part == "step":
     train_step = torch.compile(train_step, backend=counted)
+elif part == "optimizer":
+    optimizer.step = torch.compile(optimizer.step, backend=counted)
 for _ in range(24):
     x0 = torch.rand(8, 3, 16, 16) * 2 - 1
     loss = train_step(x0, torch.randn_like(x0), torch.randint(0, 1000, (8,)))
