@@ -79,13 +79,13 @@ class DeclaredDoctor:
     def forget(self) -> None:
         """The newest update is no longer what it was when it was seen."""
         self.session.forget()
-        if self.seen.steps and self.seen.steps[-1].update.number == self.session.updates:
+        if self.seen.steps and self.seen.steps[-1].update.number == self.session.trainings.updates:
             self.seen.steps.pop()
-            self.ranks.forget(self.session.updates)
+            self.ranks.forget(self.session.trainings.updates)
 
     def findings(self) -> list[Found]:
         seen, session = self.seen, self.session
-        seen.updates, seen.history, seen.followed = session.updates, session.history, session.followed
+        seen.updates, seen.history, seen.followed = session.trainings.updates, session.history, session.followed
         if len(session.levels) > GROWS * self._passes:
             self._passes, sizes = len(session.levels), {len(levels) for levels in session.levels}
             levels = torch.cat(session.levels).cpu().double()

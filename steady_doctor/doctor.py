@@ -57,7 +57,7 @@ class Doctor:
             self._begun = self.session.begun
             self._begin_anew()
         step = identify(recorded)
-        if not any(one.mixture for one in step.passes) and not self.seen.mixed() and self.session.turn():
+        if not any(one.mixture for one in step.passes) and not self.seen.mixed() and self.session.trainings.turn():
             return
         by_hand = self.seen.by_hand = isinstance(recorded.optimizer, ByHand)
         self.seen.options, self.seen.asked_numbers = self._options.values(), self._options.numbers()
@@ -73,7 +73,7 @@ class Doctor:
 
     def _begin_anew(self) -> None:
         """Another training; what an earlier one of a denoiser showed stays."""
-        if self.session.went_on:  # what seemed to be over is judged anew
+        if self.session.trainings.went_on:  # what seemed to be over is judged anew
             self._earlier.clear()
         elif self.seen.mixed() and self.session.earlier is not None:
             self.seen.updates, self.seen.history, self.seen.copies = self.session.earlier
@@ -95,7 +95,7 @@ class Doctor:
         return list(found.values())
 
     def _judged(self, ended: bool) -> list[Found]:
-        self.seen.updates, self.seen.ended = self.session.updates, ended
+        self.seen.updates, self.seen.ended = self.session.trainings.updates, ended
         if ended and self.seen.steps and not self.seen.predictions:  # of a scheduler that has sampled since
             self.seen.predictions = declared()[0]
         self.seen.begins, self.seen.dataset_rows = self.session.loads.begins, self.session.loads.rows

@@ -97,7 +97,7 @@ def _end_after(most: int, result: Result) -> None:
     """When the next update is about to be made, so that the script has printed and saved what follows the last one."""
 
     def before_step(*_: object) -> None:
-        if result.doctor.session.updates >= most:
+        if result.doctor.session.trainings.updates >= most:
             Enough.was_raised = True
             raise Enough(0)
 

@@ -81,7 +81,7 @@ class Driven(Session):
 
     def begin(self, update: int, recorded: bool, loss_scale: float = 1.0) -> None:
         """Before the update of this number."""
-        self.updates = self._made[self._optimizer] = update - 1
+        self.trainings.made[self._optimizer] = update - 1
         self.compare()
         if recorded:
             self._safely(self._start, loss_scale)
@@ -110,7 +110,7 @@ class Driven(Session):
         self.followed.begin()
 
     def _start(self, loss_scale: float) -> None:
-        self._record(self.updates + 1)
+        self._record(self.trainings.updates + 1)
         assert self._recorded is not None  # noqa: S101
         self._told = self._recorded.told = Told(loss_scale=loss_scale)
         with self._pause():

@@ -1,6 +1,7 @@
-"""What the user asked the script for: options as argparse has them, and numbers on the command line."""
+"""What the user asked for: options as argparse has them, numbers on the command line, and what Accelerate was told."""
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -38,3 +39,14 @@ class Options:
             except ValueError:
                 continue
         return found
+
+
+def told_micro_steps(optimizer: Any) -> int | None:
+    """Of an update, as Accelerate was told, where it has this optimizer."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    told = getattr(state, "_shared_state", {}).get("plugin_kwargs", {}).get("num_steps")
+    kind = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    if kind is None or told in (None, 1):
+        return None
+    has = any(type(thing) is kind and thing.optimizer is optimizer for thing in gc.get_objects())
+    return told if has else None

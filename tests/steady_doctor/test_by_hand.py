@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_styles import ALPHA_BAR, Network, T, column, pictures
+from small_loops import ALPHA_BAR, Network, T, column, pictures
 from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset

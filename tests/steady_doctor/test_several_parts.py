@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from test_styles import ALPHA_BAR, B, C, Network, T, column, pictures, train, vp
+from small_loops import ALPHA_BAR, B, C, Network, T, column, pictures, train, vp
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -377,3 +377,21 @@ def test_latents_of_a_wide_posterior_are_not_noised_twice(is_frozen):
         return vp(network)(latents)
 
     assert "input-noised-twice" not in train(network, loss_of)[0]
+
+
+@pytest.mark.parametrize("first", [6, 7])
+@pytest.mark.parametrize(("told", "codes"), [(lambda t: t, []), (torch.flipud, ["timestep-other"])])
+def test_what_is_trained_after_an_autoencoder_is_watched(told, codes, first):
+    network, autoencoder = Network(), nn.Sequential(nn.Conv2d(C, 64, 3, padding=1), nn.Conv2d(64, C, 3, padding=1))
+    adam, data = torch.optim.Adam(autoencoder.parameters()), pictures(B)
+
+    def loss_of(x0):
+        if not adam.state:
+            for _ in range(first):
+                adam.zero_grad()
+                mse_loss(autoencoder(data), data).backward()
+                adam.step()
+        return vp(lambda x, t: network(x, told(t)))(x0)
+
+    found, said = train(network, loss_of)
+    assert found == codes and " of Network; variance-preserving path, epsilon" in said

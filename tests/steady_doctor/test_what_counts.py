@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_styles import ALPHA_BAR, Network, T, column, pictures
+from small_loops import ALPHA_BAR, Network, T, column, pictures
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import mse_loss
