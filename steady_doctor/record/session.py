@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
