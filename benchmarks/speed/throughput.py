@@ -328,8 +328,8 @@ def main(parsed: tuple[argparse.Namespace, list[str]]) -> int:
         unknown = [name for name in UNKNOWN_TO_THEM if getattr(args, name, None) != getattr(usual, name, None)]
         if wanted and unknown:
             raise SystemExit(f"the other loops do not know --{unknown[0]}: leave it out, or give --loops without a name")
-        if args.compile:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"  # what compiling takes where nothing was compiled
+        if args.compile:  # what compiling takes where nothing was compiled, unless a place is told
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
         if args.dataset_name == "synthetic":
             make_data(args, folder, rank)
         intervals = {
