@@ -12,6 +12,7 @@ from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixed import Mixture, Nothing, given_to_network, numel
 from steady_doctor.identify.mixture import find_mixture
 from steady_doctor.identify.network import Network, identify_network
+from steady_doctor.identify.rows import FORMS
 from steady_doctor.identify.target import COMPARES, Target, beyond, by_image, by_network, by_others, find_target
 from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, products_of, told_mixture
 from steady_doctor.identify.update import Update, identify_update
@@ -20,8 +21,7 @@ from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
 
-SHAPES = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "clone", "_to_copy", "detach"}
-SHAPES |= {"alias", "expand", "slice", "select", "split", "cat", "stack", "unbind", "copy_", "contiguous", "lift_fresh"}
+SHAPES = FORMS | {"t", "detach", "expand", "slice", "select", "split", "cat", "stack", "unbind", "copy_", "contiguous", "lift_fresh"}
 EVEN = 0.5  # the smallest slope within a sample over its largest, below which something else than the level counts
 NORMAL = {"randn", "randn_like", "normal", "normal_", "normal_functional"}
 ELEMENTWISE = {"mul", "div", "add", "sub", "rsub", "mul_", "div_"}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from steady_doctor.found import Found
-from steady_doctor.identify.averages import COPY, Average
+from steady_doctor.identify.averages import ALMOST_ALL, COPY, Average
 from steady_doctor.seen import Seen
 
 LEAST = 3  # recorded updates that agree
@@ -14,7 +14,6 @@ RISES = 0.05  # of a decay
 FALLS = 0.1
 PATIENCE = 20  # updates after which an average has begun
 BEYOND = 2e-3  # of 0 and 1, by rounding
-ALMOST_ALL = 0.9  # of the parameters
 
 
 def _each(seen: Seen) -> Iterator[tuple[int, Average]]:
