@@ -21,7 +21,8 @@ from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
 
-SHAPES = FORMS | {"t", "detach", "expand", "slice", "select", "split", "cat", "stack", "unbind", "copy_", "contiguous", "lift_fresh"}
+SHAPES = FORMS | {"t", "detach", "expand", "slice", "select", "split", "cat", "stack", "unbind", "copy_"}
+SHAPES |= {"contiguous", "lift_fresh"}
 EVEN = 0.5  # the smallest slope within a sample over its largest, below which something else than the level counts
 NORMAL = {"randn", "randn_like", "normal", "normal_", "normal_functional"}
 ELEMENTWISE = {"mul", "div", "add", "sub", "rsub", "mul_", "div_"}
