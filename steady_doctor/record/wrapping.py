@@ -3,13 +3,14 @@
 import functools
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+COMPILED = "the step of the optimizer is compiled, where nothing can be recorded"
 _in_compiler: list[tuple[Any, str]] = []  # (owner, name) of those that torch's compiler would go through
 
 
@@ -27,8 +28,8 @@ def wrap(hooks: ExitStack, owner: Any, name: str, around: Callable) -> None:
 
 
 def hook(hooks: ExitStack, register: Callable, function: Callable) -> None:
-    """Has torch call `function`, by one of its ways to `register` a hook, until `hooks` is closed; not in compiled code."""
-    called = SimpleNamespace(function=lambda *arguments: None if _is_in_compiled_code() else function(*arguments))
+    """Has torch call `function`, by one of its ways to `register` a hook, until `hooks` is closed. Its compiler leaves it out."""
+    called = SimpleNamespace(function=function)
     hooks.callback(register(lambda *arguments: None if torch.compiler.is_compiling() else called.function(*arguments)).remove)
     _note(hooks, called, "function")
 
@@ -47,16 +48,30 @@ def compile_(original: Callable, *arguments: Any, **options: Any) -> Any:
     return result
 
 
-def eagerly() -> AbstractContextManager:
-    """Nothing runs compiled within: torch's compiler gives up for good on code in which it meets a tape. Raises RuntimeError
-    in what compiled code calls: when that ends, torch's state is made what it was, with no tape or with one that is over."""
-    if _is_in_compiled_code():
-        raise RuntimeError("the whole step is compiled, and no recording can begin in compiled code")
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Nothing runs compiled within: torch's compiler gives up for good on code in which it meets a tape. What the script asks
+    of the compiler within holds afterwards. Raises RuntimeError in compiled code, where no recording may begin or end: after
+    it torch's state is what it was before."""
+    if is_in_compiled_code():
+        raise RuntimeError(COMPILED)
+    stance = torch.compiler.set_stance("force_eager")
+    decorators = sys.modules["torch._dynamo.decorators"]
+
+    def keep(asked: Any) -> Any:
+        before, stance.prev = stance.prev, asked
+        return before
+
+    original, decorators._set_stance = decorators._set_stance, keep  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        decorators._set_stance = original  # type: ignore[attr-defined]
+        stance.__exit__(None, None, None)
 
 
-def _is_in_compiled_code() -> bool:
-    """Whether such code called this."""
+def is_in_compiled_code() -> bool:
+    """Whether such code called this, be it compiled or not at the time."""
     frame = sys._getframe() if "torch._dynamo" in sys.modules else None
     while frame is not None:
         if frame.f_code.co_qualname.startswith("_TorchDynamoContext."):

@@ -312,7 +312,7 @@ def test_as_pip_installs_it(tmp_path):
     assert run.returncode == 0 and "watched: 3 updates of Network" in run.stdout, run.stderr
 
 
-@pytest.mark.parametrize("part", ["step", *slow_turns("optimizer", "module", "inplace")])
+@pytest.mark.parametrize("part", ["step", *slow_turns("optimizer", "later", "module", "inplace")])
 def test_what_torch_compiles_runs_as_before(part, tmp_path):
     """In a process of its own, which has not imported torch's compiler before the hooks are there."""
     words = [[], [str(LOOPS.parents[1] / "diagnose.py"), "--watch_dir", str(tmp_path), "--watch"]]
@@ -323,10 +323,15 @@ def test_what_torch_compiles_runs_as_before(part, tmp_path):
         run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
         losses.append([line for line in run.stdout.splitlines() if line.startswith("loss")])
         runs.append(int(run.stdout.split("compiled runs: ")[1].split()[0]))
-        assert "doctor stopped" not in run.stderr and "Warning" not in run.stderr
+        assert ("doctor stopped" in run.stderr) == bool(before and part == "later") and "Warning" not in run.stderr
     assert len(losses[0]) == 24 == len(losses[1])
     first, second = ([float(line.split()[1]) for line in one] for one in losses)
     assert first == pytest.approx(second, rel=1e-4)  # updates that are looked at run eagerly, and round otherwise
-    if part != "optimizer":
+    if part == "later":  # the second update is being recorded, and has two compiled parts, one before the backward pass
+        assert "the step of the optimizer is compiled" in run.stderr and runs == [2 * 23, 2 * (23 - 1)]
+    elif part == "optimizer":  # of which the doctor sees what it writes, from one backward pass to the next: two of its steps
+        assert "watched: 23 updates of" in run.stdout and "weights written by the script itself" in run.stdout
+        assert runs == [24, 24 - 10]
+    else:
         assert runs == [24, 24 - 6]  # as all others do not: 2, 3, 5, 8, 13 and 21 are looked at
         assert "watched: 24 updates of Network; variance-preserving path, epsilon" in run.stdout

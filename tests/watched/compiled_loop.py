@@ -1,5 +1,5 @@
-"""A loop of which torch compiles a part: the network ("module", or "inplace"), "step" (with its loss and backward pass), or
-"optimizer"."""
+"""A loop of which torch compiles a part: the network ("module", or "inplace"), "step" (with its loss and backward pass),
+"optimizer", or "later": all of an update, from the second one on."""
 
 import sys
 
@@ -55,10 +55,18 @@ elif part == "step":
     train_step = torch.compile(train_step, backend=counted)
 elif part == "optimizer":
     optimizer.step = torch.compile(optimizer.step, backend=counted)
-for _ in range(24):
-    x0 = torch.rand(8, 3, 16, 16) * 2 - 1
-    loss = train_step(x0, torch.randn_like(x0), torch.randint(0, 1000, (8,)))
+
+
+def update(x0, noise, t):
+    loss = train_step(x0, noise, t)
     optimizer.step()
     optimizer.zero_grad()
+    return loss
+
+
+for x0 in torch.utils.data.DataLoader(torch.rand(24 * 8, 3, 16, 16) * 2 - 1, batch_size=8):
+    loss = update(x0, torch.randn_like(x0), torch.randint(0, 1000, (8,)))
     print(f"loss {loss.item()!r}")
+    if part == "later":
+        update, part = torch.compile(update, backend=counted), "again"
 print("compiled runs:", runs)
