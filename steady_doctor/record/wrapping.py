@@ -28,7 +28,7 @@ def wrap(hooks: ExitStack, owner: Any, name: str, around: Callable) -> None:
 
 
 def hook(hooks: ExitStack, register: Callable, function: Callable) -> None:
-    """Has torch call `function`, by one of its ways to `register` a hook, until `hooks` is closed. Its compiler leaves it out."""
+    """Has torch call `function`, by one of its ways to `register` a hook, until `hooks` is closed. It is not compiled."""
     called = SimpleNamespace(function=function)
     hooks.callback(register(lambda *arguments: None if torch.compiler.is_compiling() else called.function(*arguments)).remove)
     _note(hooks, called, "function")
