@@ -3,7 +3,8 @@
     python benchmarks/gpu_all.py --output_dir gpu-results                 # logs of each part go there
 
 Parts run one after the other, the most telling first; each has a time limit, and what no longer fits into `--minutes` is left
-out and named. `--list` prints the commands alone.
+out and named. `--list` prints the commands alone. Parts share what was compiled, in the same folder: only the first part with a
+network says how long that takes.
 """
 
 import argparse

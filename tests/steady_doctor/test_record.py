@@ -15,6 +15,7 @@ from steady_doctor.record.ops import Op
 from steady_doctor.record.samples import SAMPLED, Samples
 from steady_doctor.record.session import Session
 from steady_doctor.record.tape import Tape
+from steady_doctor.record.wrapping import eagerly
 
 
 def train(layers: int, device: str, closure: bool = False, updates: int = 3) -> None:
@@ -176,3 +177,39 @@ def test_the_host_does_not_wait_for_each_weight():
         assert all(one.mixture is not None for _, one in doctor.seen.passes())
         reads.append(sum(event.kind == "read" for event in device.events))
     assert reads[0] == reads[1]
+
+
+def stance() -> str:
+    return torch._dynamo.eval_frame._stance.stance
+
+
+def test_what_a_script_asks_of_the_compiler_holds_after_a_recording():
+    """Whichever of the two begins or ends first."""
+    context, recording = torch.compiler.set_stance("fail_on_recompile"), eagerly()
+    with recording:
+        context.__exit__(None, None, None)
+        assert stance() == "force_eager"
+    assert stance() == "default"
+    with eagerly():
+        context = torch.compiler.set_stance("fail_on_recompile")
+        assert stance() == "force_eager"
+    assert stance() == "fail_on_recompile"
+    context.__exit__(None, None, None)
+    assert stance() == "default"
+
+
+def test_no_recording_begins_in_compiled_code():
+    refused = []
+
+    @torch._dynamo.disable
+    def record() -> None:
+        with pytest.raises(RuntimeError, match="step of the optimizer is compiled"), eagerly():
+            pass
+        refused.append(True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        record()
+        return x + 1
+
+    torch.compile(step, backend="eager")(torch.ones(2))
+    assert refused == [True] and stance() == "default"
