@@ -27,7 +27,7 @@ from steady_doctor.record.recorded import Recorded, parameters_of
 from steady_doctor.record.stored_weights import StoredWeights
 from steady_doctor.record.tape import Tape
 from steady_doctor.record.trainings import Trainings
-from steady_doctor.record.wrapping import COMPILED, compile_, eagerly, hook, is_in_compiled_code, without_warning, wrap
+from steady_doctor.record.wrapping import COMPILED, compile_, eagerly, is_in_compiled_code, without_warning, wrap
 
 SETTLED = 16  # updates, within which Accelerate's settings are read
 FIRST = 2, 3  # updates that are recorded, before further Fibonacci numbers
@@ -98,11 +98,13 @@ class Session:
             (register_optimizer_step_pre_hook, self._before_step),
             (register_optimizer_step_post_hook, self._after_step),
         ):
-            hook(hooks, register, functools.partial(self._look_at_step, look))
+            hooks.callback(register(functools.partial(self._look_at_step, look)).remove)
         wrap(hooks, torch.autograd, "backward", self._backward)
         wrap(hooks, torch.autograd, "grad", self._grad)
 
     def _look_at_step(self, look: Callable, *arguments: Any) -> None:
+        if torch.compiler.is_compiling():  # what is compiled is not looked at, in none of its runs
+            return
         if self.tape is None or not is_in_compiled_code():
             self._safely(look, *arguments)
         elif isinstance(self.trainings.main, Optimizer) and self.failure is None:  # its steps are compiled from here on

@@ -5,7 +5,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,19 +22,8 @@ def wrap(hooks: ExitStack, owner: Any, name: str, around: Callable) -> None:
         return around(original, *arguments, **options)
 
     setattr(owner, name, wrapped)
-    hooks.callback(setattr, owner, name, original)
-    _note(hooks, owner, name)
-
-
-def hook(hooks: ExitStack, register: Callable, function: Callable) -> None:
-    """Has torch call `function`, by one of its ways to `register` a hook, until `hooks` is closed. It is not compiled."""
-    called = SimpleNamespace(function=function)
-    hooks.callback(register(lambda *arguments: None if torch.compiler.is_compiling() else called.function(*arguments)).remove)
-    _note(hooks, called, "function")
-
-
-def _note(hooks: ExitStack, owner: Any, name: str) -> None:
     _in_compiler.append((owner, name))
+    hooks.callback(setattr, owner, name, original)
     hooks.callback(_forget, owner, name)
     if "torch._dynamo" in sys.modules:
         _leave_out()
