@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SYNTHETIC = "--dataset_name synthetic --eval_batch_size 16"
-DDPM = f"benchmarks/speed/throughput.py --blocks 8 --block_updates 10 {SYNTHETIC}"
-EDM2 = f"benchmarks/speed/throughput.py --script train_edm2.py --blocks 8 --block_updates 10 {SYNTHETIC}"
+DDPM = f"benchmarks/speed/throughput.py --blocks 8 --block_updates 10 --loops bare ema {SYNTHETIC}"  # each is compiled
+EDM2 = f"{DDPM} --script train_edm2.py"
 FAST = "--mixed_precision bf16 --compile"
 RUN = "train_ddpm.py --max_train_steps 300 --overwrite_output_dir --output_dir {folder}"
 FORCED = "benchmarks/speed/switches.py --script train_edm2.py --only force_weight_norm --base last --blocks 20"
@@ -28,14 +28,14 @@ TOGETHER = "benchmarks/speed/switches.py --together compile channels_last --bloc
 PARTS = {  # name: (seconds at most, command)
     "precisions": (240, "benchmarks/reliability/precisions.py"),
     "doctor, healthy": (240, "benchmarks/doctor/ask.py --gpu --only healthy --sample 30"),
-    "cifar10 256": (360, f"{DDPM} --model_preset cifar10 --train_batch_size 256 {FAST}"),
+    "cifar10 256": (480, f"{DDPM} --model_preset cifar10 --train_batch_size 256 {FAST}"),
     "memory prediction": (280, "benchmarks/memory/prediction.py"),
-    "EDM2 XS 64x64 64": (280, f"{EDM2} --model_preset XS --resolution 64 --train_batch_size 64 {FAST}"),
+    "EDM2 XS 64x64 64": (420, f"{EDM2} --model_preset XS --resolution 64 --train_batch_size 64 {FAST}"),
     "sampling cifar10": (150, "benchmarks/speed/sampling.py --model_preset cifar10 --batch_size 256 --turns 3"),
     "checkpointing": (240, "benchmarks/memory/gradient_checkpointing.py --blocks 5 --block_updates 3"),
     "forced norm XS": (120, f"{FORCED} --block_updates 2 --model_preset XS --resolution 64 --batch_size 64"),
     "precision": (100, "benchmarks/speed/precision.py --model_preset digits16 cifar10"),
-    "celeba64 64": (200, f"{DDPM} --model_preset celeba64 --train_batch_size 64 {FAST}"),
+    "celeba64 64": (300, f"{DDPM} --model_preset celeba64 --train_batch_size 64 {FAST}"),
     "cifar10 512": (160, f"{DDPM} --model_preset cifar10 --train_batch_size 512 {FAST}"),
     "fp16 run": (60, f"{RUN}/fp16 --mixed_precision fp16"),
     "bf16 compiled run": (100, f"{RUN}/bf16 {FAST}"),
