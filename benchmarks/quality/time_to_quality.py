@@ -59,6 +59,7 @@ TUNED = ("--learning_rate", "2e-3", "--use_ema", "--lr_warmup_steps", "100", "--
 ROWS = {
     "train_ddpm.py": _ours("train_ddpm.py", "digits16", DDPM),
     "train_ddpm.py --objective flow": _ours("train_ddpm.py", "digits16", EULER, "--objective", "flow"),
+    "train_ddpm.py, augmented": _ours("train_ddpm.py", "digits16", DDPM, "--augment_probability", "0.15"),
     "train_edm2.py": _ours("train_edm2.py", "digits16", HEUN),
     "train_ddpm.py, few": _ours("train_ddpm.py", "few", DDPM),
     "train_edm2.py, few": _ours("train_edm2.py", "few", HEUN),
