@@ -76,6 +76,7 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     gave_some = given.any(1)
     found.left_over = bool((gave_some & torch.stack([one.some for one in recorded.before]).all(0)).any())
     _at_step(recorded, given, was_given, found)
+    found.left_over |= _holds_what_stood(recorded, given)
     found.at_one_place = all(torch.equal(one.rows, recorded.weights[0].rows) for one in recorded.weights[: found.passes])
     found.cleared_between = found.at_one_place and (_cleared_between(recorded) or _last_alone(recorded, found))
     _operations(recorded, found)
@@ -175,6 +176,14 @@ def _at_step(recorded: Recorded, given: Tensor, was_given: Tensor, found: Gradie
         found.uneven = float(uneven.max()) if found.ratio and len(uneven) else 0.0
         if found.rest < SAME and is_zero:
             found.cleared_parts = tuple(torch.nonzero(gone).flatten().tolist())
+
+
+def _holds_what_stood(recorded: Recorded, given: Tensor) -> bool:
+    """Whether the optimizer got the sum of what the passes gave, and of what stood at the parameters before, or a multiple."""
+    got, stood = recorded.at_step.rows, recorded.stood.rows
+    both = given + stood
+    share = (got * both).sum() / both.square().sum().clamp(min=1e-30)
+    return bool(stood.norm() > SEEN * both.norm()) and bool((got - share * both).norm() < SAME * got.norm())
 
 
 def _last_alone(recorded: Recorded, found: Gradient) -> bool:

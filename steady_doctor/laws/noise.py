@@ -97,13 +97,19 @@ def _independent(mixture: Mixed) -> int:
 
 
 def unit(seen: Seen) -> Iterator[Found]:
-    """A spread of 1, where the shares are on a path that tells how strong the noise should be."""
+    """A spread of 1, where the shares are on a path that tells how strong the noise should be; and the same one in all passes,
+    or it is the noise level of a whole batch."""
     path = levels(seen)
-    for update, one in seen.mixed() if path is not None and not path.single else ():
-        noise, count = one.mixture.noise, _independent(one.mixture)
-        close = ERRORS * (0.5 / count) ** 0.5 + ROUNDED if count else 0.0
-        is_asked = any(abs(noise.std / number - 1) < close for number in seen.asked_numbers if number > 0)
-        if count >= ENOUGH and one.mixture.a is not None and abs(noise.std - 1) > close and not is_asked:
+    known = [
+        (update, one.mixture.noise, _independent(one.mixture)) for update, one in seen.mixed() if one.mixture.a is not None
+    ]
+    known = [each for each in known if each[2] >= ENOUGH] if path is not None and not path.single else []
+    close = [ERRORS * (0.5 / count) ** 0.5 + ROUNDED for _, _, count in known]
+    if any(abs(noise.std / known[0][1].std - 1) > 2 * near for (_, noise, _), near in zip(known, close)):
+        return
+    for (update, noise, _), near in zip(known, close):
+        is_asked = any(abs(noise.std / number - 1) < near for number in seen.asked_numbers if number > 0)
+        if abs(noise.std - 1) > near and not is_asked:
             yield Found("noise-strength", update, {"std": noise.std})
 
 

@@ -18,7 +18,7 @@ LEFT_OUT = 0.25  # of a path at one end, that a script may leave out on purpose
 SHIFTED = 0.35  # of a line
 FEW_CHANGE, SOME_CHANGE = 0.2, 0.5  # of an embedding's numbers; the latter where none of them rises and falls
 UNCHANGED = 0.1  # of its range, by which a number of the embedding does not count as changed
-SAME = 1e-6  # of the range of the numbers that are told
+SAME = 1e-6  # of the range of the numbers that are told, and of the largest share of noise
 MOVED = 2e-3  # of the logarithm of the signal-to-noise ratio, by which a level is another one
 
 
@@ -121,7 +121,8 @@ def alone(seen: Seen) -> Iterator[Found]:
     known = [(update, mixture) for update, mixture in _known(seen) if mixture.size > 1]
     path = levels(seen)
     is_meant = path is not None and path.single and all(mixture.index is None for _, mixture in known)
-    if not is_meant and len(known) > 1 and all(float(mixture.b.max() - mixture.b.min()) < 1e-7 for _, mixture in known):
+    are_one = [float(mixture.b.max() - mixture.b.min()) <= SAME * float(mixture.b.abs().max()) for _, mixture in known]
+    if not is_meant and len(known) > 1 and all(are_one):
         yield Found("timestep-shared", known[0][0], {"size": known[0][1].size})
 
 

@@ -101,6 +101,7 @@ class Recorded:
         self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
         self.datasets: dict[int, int] = {}  # number of a batch of a loader, of the newest ones: the id of its dataset
         self.loads = self.loaded_at = 0  # batches that loaders have returned so far, and the update before the newest
+        self.stood = Samples([parameter.grad for parameter in self.computing])  # gradients, when the update began
         self._know_gradients()
 
     def _know_gradients(self) -> None:

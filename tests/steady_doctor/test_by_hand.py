@@ -123,6 +123,23 @@ def test_a_network_that_writes_to_its_weights_in_each_pass_has_its_optimizer():
     assert found == []
 
 
+@pytest.mark.parametrize(("kept", "codes"), [(0.0, []), (1.0, ["gradient-left-over"])])
+def test_gradients_that_were_asked_for_and_are_laid_beside_their_weights_by_hand(kept, codes):
+    """They stand there when the next update begins; what counts is whether they come into its own."""
+
+    def style(loss, updates):
+        network = Network()
+        weights = list(network.parameters())
+        optimizer = torch.optim.Adam(weights, 1e-3)
+        for _ in range(updates):
+            value = loss(network, pictures()[torch.randint(0, 64, (8,))])
+            for weight, gradient in zip(weights, torch.autograd.grad(value, weights)):
+                weight.grad = gradient if weight.grad is None else gradient + kept * weight.grad
+            optimizer.step()
+
+    assert watched(style, loss_of, 5)[0] == codes
+
+
 def test_one_that_draws_nothing_by_torch_is_not_judged():
     drawn = torch.randn(64, 3, 8, 8).numpy()
 

@@ -2,12 +2,14 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from small_loops import (
     ALPHA,
     ALPHA_BAR,
     SIDE,
+    B,
     C,
     Network,
     T,
@@ -312,3 +314,19 @@ def test_an_augmentation_that_the_network_is_told_is_no_noise_level(told, codes)
 
     found, said = train(network, loss_of)
     assert found == codes and "scaled for sigma_data 0.5, EDM's target" in said
+
+
+@pytest.mark.parametrize(("size", "codes"), [(B, []), (1, ["timestep-shared"])])
+def test_levels_that_numpy_draws_are_of_each_image_or_of_a_batch(size, codes):
+    """One number for all makes noise of another strength in each pass, which is no factor of the noise."""
+    network, numbers = Network(), np.random.default_rng(0)
+
+    def loss_of(x0):
+        sigma = column(torch.from_numpy(numbers.lognormal(-1.2, 1.2, size).astype(np.float32)))
+        noise = torch.from_numpy(numbers.standard_normal(x0.shape).astype(np.float32)) * sigma
+        scale = (sigma**2 + 0.25).sqrt()
+        output = network((x0 + noise) / scale, sigma.log() / 4)
+        denoised = 0.25 / scale**2 * (x0 + noise) + sigma / 2 / scale * output
+        return (scale**2 / (sigma / 2) ** 2 * (denoised - x0).square()).mean()
+
+    assert train(network, loss_of)[0] == codes
