@@ -12,6 +12,7 @@ NEW = 0.75  # of an average that one update gives: a decay of 0.9 that is exchan
 SETTLED = 13  # updates after which a decay is no longer one of a warm-up's begin
 RISES = 0.05  # of a decay
 FALLS = 0.1
+NOTHING = 1e-6  # of an average, that a copy keeps
 PATIENCE = 20  # updates after which an average has begun
 BEYOND = 2e-3  # of 0 and 1, by rounding
 
@@ -22,13 +23,13 @@ def _each(seen: Seen) -> Iterator[tuple[int, Average]]:
             yield update.number, average
 
 
-def _keeps(seen: Seen) -> list[tuple[int, float]]:
-    """Of each recorded update with averages: the share that is kept, where all agree."""
+def _keeps(seen: Seen) -> list[tuple[int, float, float]]:
+    """Of each recorded update with averages: the smallest and the largest share that one of them keeps."""
     found = []
     for update in seen.recorded():
-        keeps = sorted(average.keep for average in update.averages if average.sum == 1 and not average.still)
-        if keeps and keeps[-1] - keeps[0] < 0.01:
-            found.append((update.number, keeps[len(keeps) // 2]))
+        keeps = [average.keep for average in update.averages if average.sum == 1 and not average.still]
+        if keeps:
+            found.append((update.number, min(keeps), max(keeps)))
     return found
 
 
@@ -41,14 +42,14 @@ def shares(seen: Seen) -> Iterator[Found]:
 
 
 def exchanged(seen: Seen) -> Iterator[Found]:
-    """An average that forgets almost all in each update, or more and more of it."""
-    keeps = _keeps(seen)
-    late = [(update, keep) for update, keep in keeps if update >= SETTLED]
-    values = [keep for _, keep in keeps]
-    if len(late) > 1 and all(1e-6 < keep < 1 - NEW for _, keep in late) and values[-1] - values[0] < RISES:
+    """Averages that forget almost all in each update, or more and more of it, from when they are no copies any more."""
+    keeps = [each for each in _keeps(seen) if each[2] > NOTHING]
+    late = [(update, most) for update, _, most in keeps if update >= SETTLED]
+    if len(late) > 1 and all(most < 1 - NEW for _, most in late) and keeps[-1][2] - keeps[0][2] < RISES:
         yield Found("ema-exchanged", late[0][0], {"keep": late[0][1]})
-    if len(values) >= LEAST and all(b < a for a, b in pairwise(values)) and values[-1] < values[0] - FALLS:
-        yield Found("ema-falling", keeps[-1][0], {"first": values[0], "last": values[-1]})
+    both = list(zip(*keeps))[1:]
+    if len(keeps) >= LEAST and all(x[-1] < x[0] - FALLS and all(b < a for a, b in pairwise(x)) for x in both):
+        yield Found("ema-falling", keeps[-1][0], {"first": both[1][0], "last": both[1][-1]})
 
 
 def late(seen: Seen) -> Iterator[Found]:
@@ -63,7 +64,7 @@ def late(seen: Seen) -> Iterator[Found]:
 def copies(seen: Seen) -> Iterator[Found]:
     """Averages that are copies in each update to the end."""
     keeps = _keeps(seen)
-    if seen.ended and seen.updates >= PATIENCE and len(keeps) >= LEAST and all(abs(keep) < 1e-6 for _, keep in keeps):
+    if seen.ended and seen.updates >= PATIENCE and len(keeps) >= LEAST and all(abs(most) < NOTHING for _, _, most in keeps):
         yield Found("ema-copies", keeps[0][0])
 
 

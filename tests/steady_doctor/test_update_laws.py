@@ -287,6 +287,26 @@ def test_what_is_right_is_not(name):
     assert codes(**{"updates": 22} | RIGHT[name]) == {}
 
 
+@pytest.mark.parametrize(
+    ("keep", "found"),
+    [
+        (lambda step: (0.9, 0.95), []),
+        (lambda step: (0.1, 0.02), ["ema-exchanged"]),
+        (lambda step: (0.1, 0.9), []),
+        (lambda step: (0.9**step, 0.95**step), ["ema-falling"]),
+        (lambda step: (0.9**step, 1 - 0.9**step), []),
+        (lambda step: (0.0, 0.0) if step < 6 else (0.9 - step / 40, 0.9 - step / 50), ["ema-falling"]),
+    ],
+)
+def test_two_averages_are_judged_by_what_both_do(keep, found):
+    def update(now):
+        for average, share in zip(now.ema, keep(1 + now.step)):
+            mix(SimpleNamespace(ema=average, model=now.model), share)
+
+    averaged = lambda model: nn.ModuleList([copy.deepcopy(model), copy.deepcopy(model)])  # noqa: E731
+    assert list(codes(averaged=averaged, end=update, updates=22)) == found
+
+
 def test_what_wrote_to_the_weights_is_named():
     assert "mul_" in codes(**FOUND["state-weights-written"])["state-weights-written"]["by"]
 
