@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steady_doctor.record.ops import Write
+from steady_doctor.record.ops import Op, Write
 from steady_doctor.record.recorded import Recorded
-from steady_doctor.record.samples import Samples
+from steady_doctor.record.replay import NotRecorded
+from steady_doctor.record.samples import Samples, sample
+from steady_doctor.record.tape import Tape
 
 EXACT = 1e-3  # of the distance, that may remain of a straight line between two float32 tensors
 ROUNDING = 1e-6  # of a tensor's size
@@ -17,6 +19,7 @@ FEWEST = 4  # numbers that tell two shares
 ALMOST_ALL = 0.9  # of the weights
 COPY = "copy to where it lies"
 SHOWS = {"detach", "alias", "view"}  # what gives the same numbers at the same place
+MIXES = {"lerp", "add", "_foreach_lerp", "_foreach_add"}
 OTHER_SUM = 1e-3  # of two shares, by which they are not 1 together
 
 
@@ -160,14 +163,31 @@ def written_by_itself(recorded: Recorded) -> tuple[str, ...]:
     step = next((at for at, what in recorded.events if what == "step"), len(tape.ops))
     found, copied = {}, set()
     for op in tape.ops[:step]:
-        if "trained" in op.changes and op.name in ("lerp_", "add_", "_foreach_lerp_", "_foreach_add_", "copy_"):
-            upstream = tape.upstream(op)
-            sources = [one for one in upstream if one.is_source]
-            mixes = op.name != "copy_" or any(one.name in ("lerp", "add", "_foreach_lerp") for one in upstream)
-            twice = sum(last.uses != 0 for _, last in op.reads) > 1
-            if mixes and twice and all(one.kind == "trained" or torch.Size(one.shape).numel() == 1 for one in sources):
+        writes, name = "trained" in op.changes, op.name.rstrip("_")
+        if name not in MIXES and not (writes and name == "copy"):
+            continue
+        upstream = tape.upstream(op)
+        sources = [one for one in upstream if one.is_source]
+        mixes = name in MIXES or any(one.name in MIXES for one in upstream)
+        twice = sum(last.uses != 0 for _, last in op.reads) > 1
+        if mixes and twice and all(one.kind == "trained" or torch.Size(one.shape).numel() == 1 for one in sources):
+            if writes or _is_its_weight(tape, op, sources):
                 found[op.name] = None
-            elif twice and len(sources) == 1 and all(one.is_source or one is op or one.name in SHOWS for one in upstream):
-                copied.add(sources[0])
+        elif (
+            writes and twice and len(sources) == 1 and all(one.is_source or one is op or one.name in SHOWS for one in upstream)
+        ):
+            copied.add(sources[0])
     is_whole = len(copied) >= ALMOST_ALL * len(recorded.parameters)
     return (*found, *([COPY] if is_whole else []))
+
+
+def _is_its_weight(tape: Tape, op: Op, sources: list[Op]) -> bool:
+    """Whether a new tensor is what the one weight is that it was made of: both shares of an average are its own."""
+    weights = [one for one in sources if one.kind == "trained"]
+    if len(weights) != 1 or weights[0].shape != op.shape:
+        return False
+    try:
+        made, weight = sample(tape.value(op)), sample(tape.value(weights[0]))
+    except NotRecorded:
+        return False
+    return bool(weight.any()) and bool((made - weight).norm() <= ROUNDING * weight.norm())

@@ -33,7 +33,7 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
         and source.floating
         and numel(source) > size
         and not 1 << source.index & (bits | told)
-        and any(broadcasts(source.shape, noise.shape) for noise in of_samples)
+        and any(broadcasts((*source.shape, 1, 1, 1)[: len(noise.shape)], noise.shape) for noise in of_samples)
     ]  # more than one number of each sample: no level
     return bits | sum(1 << source.index for source in small if told)  # an offset of each sample
 

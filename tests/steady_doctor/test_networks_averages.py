@@ -1,5 +1,7 @@
 """Healthy loops of different styles, and their faults: the network, its gradients and rate, and averages of its weights."""
 
+import copy
+
 import pytest
 import torch
 from small_loops import C, Network, T, train, vp
@@ -118,6 +120,18 @@ class OfUnitWeights(Network):
         first, last = (w / w.flatten(1).norm(dim=1)[:, None, None, None] for w in (self.first.weight, self.last.weight))
         hidden = torch.relu(nn.functional.conv2d(x, first, padding=1) + self.embedding(t))
         return nn.functional.conv2d(hidden, last, padding=1)
+
+
+@pytest.mark.parametrize(("averaged", "codes"), [(copy.deepcopy, []), (lambda network: network, ["ema-is-the-network"])])
+def test_an_average_that_is_made_anew_in_each_update(averaged, codes):
+    network = Network()
+    average = averaged(network)
+
+    def after():
+        for old, new in zip(average.parameters(), network.parameters()):
+            old.data = old.data * 0.9 + (1 - 0.9) * new.data
+
+    assert train(network, vp(network), after=after)[0] == codes
 
 
 def test_a_high_rate_of_large_weights_that_are_normalized_is_right():

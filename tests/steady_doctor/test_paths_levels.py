@@ -330,3 +330,17 @@ def test_levels_that_numpy_draws_are_of_each_image_or_of_a_batch(size, codes):
         return (scale**2 / (sigma / 2) ** 2 * (denoised - x0).square()).mean()
 
     assert train(network, loss_of)[0] == codes
+
+
+@pytest.mark.parametrize(("draw", "codes"), [(torch.randn, []), (torch.rand, ["noise-not-normal"])])
+def test_an_offset_of_each_channel_is_part_of_the_noise(draw, codes):
+    network = Network()
+
+    def loss_of(x0):
+        strength = 0.1 if draw is torch.randn else 0.5
+        noise = torch.randn_like(x0) + strength * draw(x0.shape[:2])[:, :, None, None]
+        t = torch.randint(0, T, (len(x0),))
+        return mse_loss(network(column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise, t), noise)
+
+    found, said = train(network, loss_of)
+    assert found == codes and "variance-preserving path" in said
