@@ -139,6 +139,7 @@ def _pass(recorded: Recorded, root: Op) -> Pass:
         return Pass(
             _mixed(tape, mixture),
             asked,
+            noise_in_loss=_noise_in_loss(tape, root),
             squares=_squares(tape, root, target, mixture.size),
             misplaced=_misplaced(tape, root),
             conditions=find_conditions(tape, root, mixture, None if target is None else target.output, recorded.no_gradient),

@@ -133,3 +133,17 @@ def test_signals_that_a_loader_gives_as_rows():
         return mse_loss(network(0.6 * x0 + 0.8 * noise), noise)
 
     train(network, loss_of, updates=30, data=torch.randn(32, 64))  # it fails where the doctor stops
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.05])
+@pytest.mark.parametrize("noised", [True, False])
+def test_images_with_the_traces_of_an_encoder_are_clean(noised, strength):
+    network = Network()
+
+    def loss_of(images):
+        latents = images + strength * torch.randn_like(images) if strength else images
+        t, noise = torch.randint(0, T, (len(latents),)), torch.randn_like(latents)
+        noisy = column(ALPHA_BAR[t].sqrt()) * latents + column((1 - ALPHA_BAR[t]).sqrt()) * noise
+        return mse_loss(network(noisy if noised else latents, t), noise)
+
+    assert train(network, loss_of)[0][:1] == ([] if noised else ["input-clean"])
