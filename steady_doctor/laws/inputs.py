@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from steady_doctor.found import Found
+from steady_doctor.identify.step import Mixed
 from steady_doctor.laws.paths import LEAST, is_slip, levels
 from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
@@ -52,11 +53,17 @@ def nothing(seen: Seen) -> Iterator[Found]:
 
 def clean(seen: Seen) -> Iterator[Found]:
     """Noise is asked of a network that got none of it; at most the traces of an encoder's."""
-    found = levels(seen)
-    has_traces = found is not None and found.single and float(found.sigma.abs().max()) < SECOND_NOISE
+    has_traces = all(_has_traces(one.mixture) for _, one in seen.mixed())
     for update, one in seen.passes():
-        if one.noise_in_loss and (one.mixture is None or has_traces):
+        if one.noise_in_loss and has_traces:
             yield Found("input-clean", update)
+
+
+def _has_traces(mixture: Mixed) -> bool:
+    if mixture.a is None or mixture.clean is None:
+        return False
+    noise, image = float(mixture.b.abs().max()) * mixture.noise.std, float(mixture.a.abs().min()) * mixture.clean.std
+    return noise < SECOND_NOISE * image
 
 
 def unscaled(seen: Seen) -> Iterator[Found]:
