@@ -164,7 +164,8 @@ def written_by_itself(recorded: Recorded) -> tuple[str, ...]:
     found, copied = {}, set()
     for op in tape.ops[:step]:
         writes, name = "trained" in op.changes, op.name.rstrip("_")
-        if name not in MIXES and not (writes and name == "copy"):
+        is_new = name in MIXES and bool(op.uses) and tape.is_of_averages(op)
+        if not is_new and not (writes and name in {*MIXES, "copy"}):
             continue
         upstream = tape.upstream(op)
         sources = [one for one in upstream if one.is_source]
