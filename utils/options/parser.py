@@ -23,6 +23,8 @@ from utils.options.config_file import HIDDEN, REMOVED, config_text, read_config
 from utils.options.values import Values
 
 T = TypeVar("T", bound="Options")
+_LAUNCHERS = {"num_processes", "config_file", "num_machines", "machine_rank", "main_process_port", "gpu_ids", "multi_gpu"}
+_ELSEWHERE = {"lr": "learning_rate", "image_size": "resolution", "report_to": "logger", "steps": "max_train_steps"}
 
 
 def flag(default: Any = None, help: str = "", **about) -> Any:
@@ -186,8 +188,11 @@ def about_unknown(name: str, known: Iterable[str], parser: argparse.ArgumentPars
     bare = name.lstrip("-").replace("-", "_")
     if bare in REMOVED:
         return [f"{where}{name} is no longer a flag", REMOVED[bare]]
+    if bare in _LAUNCHERS and not where:
+        return [f"{name} is a flag of accelerate launch", f"write it before {parser.prog}: accelerate launch {name} ..."]
     names = {flag.lstrip("-").replace("-", "_"): flag for flag in known}
-    near = difflib.get_close_matches(bare, names, n=3) or [flag for flag in names if bare in flag.split("_")][:3]
+    near = [_ELSEWHERE[bare]] if _ELSEWHERE.get(bare) in names else difflib.get_close_matches(bare, names, n=3)
+    near = near or [flag for flag in names if bare in flag.split("_")][:3]
     lines = [f"{where}unknown flag {name}", f"{parser.prog} --help all lists all flags"]
     return [lines[0], f"nearest: {', '.join(names[flag] for flag in near)}", lines[1]] if near else lines
 
@@ -248,12 +253,13 @@ def make_parser(cls: type[Options], description: str) -> argparse.ArgumentParser
         add_help=False,
     )
     helps = "explain the usual flags; --help all: every flag" if cls.basics else "explain all flags"
+    parser._negative_number_matcher = re.compile(r"-\.?\d")  # type: ignore[assignment]  # -1e-4 is a value, too
     parser.add_argument("-h", "--help", action=ShowHelp, nargs="?", metavar="all", const=cls.basics, help=helps)
     about = "print the versions of this program and its libraries"
     parser.add_argument("--version", action=ShowVersion, nargs=0, help=about)
     parser.add_argument(
         "--config",
-        type=Path,
+        type=lambda text: Path(text).expanduser(),
         metavar="FILE",
         help="read flags from a YAML file, or from the options.json of an earlier run; flags of the command line override "
         "the file, and the file overrides a preset",
