@@ -81,7 +81,7 @@ def test_folders_that_are_numbered_as_parts_are_no_classes(load, tmp_path):
         "from 7": ((3, 3, 3), 5, 7),
     }.items():
         images = load(numbered(tmp_path / name, sizes, digits, first))
-        assert len(images.class_names) == 3 and any("become classes" in note for note in said(images)), name
+        assert len(images.class_names) == 3, name
     for beside in ("{:05}.parquet", "{:05}_stats.json"):  # of downloads, of which some failed
         folder = numbered(tmp_path / beside, (3, 2, 4))
         for number in range(3):
@@ -452,9 +452,8 @@ def test_a_table_without_a_row_of_names_is_told(load, tmp_path):
         ),
         (("x/trainA/0.png", "x/testA/1.png", "x/2.png"), "images of 3 folders are used: . (1), testA (1), trainA (1); to"),
         (("pets/cat/0.png", "wild/fox/1.png"), "the folders cat, fox become classes, and pets, wild do not"),
-        (("00000/0.png", "01000/1.png", "02000/2.png"), "the numbered folders 00000 to 02000 look like parts of one set"),
-        (("2023-01-31/0.png", "2023-02-01/1.png"), "the numbered folders 2023-01-31 to 2023-02-01 become classes"),
-        (("a0/0.png", "3f/1.png"), "the numbered folders 3f to a0 become classes"),
+        (("00000/0.png", "01000/1.png", "02000/2.png"), "the folders 00000 to 02000 look like parts of one set"),
+        (("2023-01-31/0.png", "2023-02-01/1.png"), "images of 2 folders are used: 2023-01-31 (1), 2023-02-01 (1); to"),
     ],
 )
 def test_folders_that_may_be_no_classes_are_told(names, note, load, tmp_path):

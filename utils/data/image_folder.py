@@ -30,7 +30,6 @@ _SPLITS = {
 _LISTED, _SHOWN = 20, 5  # missing names, and folders, that a note has
 _SPLIT_COLUMN = "split"  # of metadata
 _PARTS = re.compile(r"(part|shard|chunk|batch)[-_ ]?\d+", re.IGNORECASE)
-_NUMBERED = re.compile(r"[\d\W_]{2,}|(?=.*\d)[\da-f]{2,}|\d{3}[A-Z_]{5}")  # also dates, parts of hashes, folders of cameras
 _SPLIT_OF = {name: split for split, names in _SPLITS.items() for name in names}
 _HINTS = (
     dict.fromkeys((".heic", ".heif"), "needs pillow-heif")
@@ -132,9 +131,8 @@ class ImageFolder:
         names = dividing.pop(self._above, [])
         self.notes += _about_levels(names, [level for level in dividing.values() if level != names])
         counts = Counter(self._class_name(name) for split in used for _, name in rows[split]) if names else Counter()
-        if (are_parts := _are_parts(counts, lambda: self._are_described(rows, used))) is not None:
-            what = "look like parts of one set, and do not become classes" if are_parts else "become classes"
-            self.notes.append(f"the numbered folders {names[0]} to {names[-1]} {what}")
+        if are_parts := _are_parts(counts, lambda: self._are_described(rows, used)):
+            self.notes.append(f"the folders {names[0]} to {names[-1]} look like parts of one set, and do not become classes")
         return None if are_parts or not names else {name: number for number, name in enumerate(names)}
 
     def _class_name(self, name: str) -> str:
@@ -218,17 +216,15 @@ def _about_levels(names: list[str], others: list[list[str]]) -> list[str]:
     return [f"{become}, and {other} do not: a metadata.csv with file_name and label gives others" for other in listed]
 
 
-def _are_parts(counts: Counter[str], are_described: Callable[[], bool]) -> bool | None:
-    """Whether folders with so many images are parts of one set, filled one after the other; None if they are not numbered.
+def _are_parts(counts: Counter[str], are_described: Callable[[], bool]) -> bool:
+    """Whether folders with so many images are parts of one set, filled one after the other.
 
     Those of well-known tools have numbers of five digits, and are equally large but where `are_described`.
     """
     names = sorted(counts)
     if names and all(map(_PARTS.fullmatch, names)):
         return True
-    if not names or not all(map(_NUMBERED.fullmatch, names)):
-        return None
-    if not all(name.isdecimal() and len(name) == len(names[0]) for name in names):
+    if not names or not all(name.isdecimal() and len(name) == len(names[0]) for name in names):
         return False
     numbers, sizes = [int(name) for name in names], [counts[name] for name in names]
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1  # 00000, 01000 have 1,000 each
