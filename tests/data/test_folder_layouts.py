@@ -507,4 +507,6 @@ def test_a_json_file_beside_images_is_a_table_or_about_them(file, text, columns,
 
 
 def test_a_photo_of_somebody_with_a_mask_is_no_mask_of_another(load, tmp_path):
-    assert shown(load(write(tmp_path / "set", "0.png", "1.png", "2.png", "3.png", "0_mask.png"))) == [0, 0, 1, 2, 3]
+    images = load(write(tmp_path / "set", "0.png", "1.png", "2.png", "3.png", "0_mask.png"))
+    assert shown(images) == [0, 0, 1, 2, 3]
+    assert said(images) == ["1 images that are called masks of others are used, such as 0_mask.png"]

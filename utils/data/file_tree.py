@@ -73,10 +73,14 @@ class FileTree:
 
     def images(self) -> list[str]:
         """Returns the names of the files with a suffix of images, sorted; not of the masks that most of the others have."""
+        masks, names = self.masks(), self.all_images()
+        return [name for name in names if name not in masks or 3 * len(masks) < len(names)]
+
+    def masks(self) -> set[str]:
+        """Returns the names of the images that are called a mask of another one."""
         stems = {name: posixpath.splitext(name)[0] for name in self.all_images()}
         own = set(stems.values())
-        masks = {name for name, stem in stems.items() if (main := _MASK.sub("", stem)) != stem and main in own}
-        return [name for name in stems if name not in masks or 3 * len(masks) < len(stems)]
+        return {name for name, stem in stems.items() if (main := _MASK.sub("", stem)) != stem and main in own}
 
     def all_images(self) -> list[str]:
         suffixes = image_suffixes()

@@ -173,6 +173,8 @@ class ImageFolder:
             counts = " and ".join(f"{self._prefixes[split]} ({len(found):,} images)" for split, found in rows.items())
             chosen = " and ".join(split for split in rows if split in used)
             notes.append(f"{counts} are splits; used: {chosen} (--dataset_split chooses; all: everything)")
+        if self._metadata is None and (masks := self._tree.masks() & shown):
+            notes.append(f"{len(masks):,} images that are called masks of others are used, such as {min(masks)}")
         if self._metadata is None and shown and len(folders := _folders(shown)) > 1:
             listed = ", ".join(f"{folder} ({count:,})" for folder, count in sorted(folders.items())[:_SHOWN])
             more = ", ..." * (len(folders) > _SHOWN)

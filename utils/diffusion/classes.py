@@ -28,7 +28,7 @@ def needed_classes(images: "ImageSet") -> int:
     """`count_classes`; raises UserError without labels."""
     classes = count_classes(images)
     if not classes:
-        why = "".join(f"; {note}" for note in images.notes if re.search("class|label|left out", note))
+        why = "".join(f"; {note}" for note in images.notes if re.match("(?!packed).*(label|class|left out)", note))
         raise UserError(
             f"--class_conditional needs class labels, and the data has none{why}\n"
             "put the images into one folder for each class, or name the column of the labels with --label_column"
