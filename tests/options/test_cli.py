@@ -159,11 +159,11 @@ def test_flags_without_effect_are_told():
         return train_ddpm.parse_args(["--dataset_name", "digits", *words.split()]).without_effect()
 
     assert told("--momentum 0.5 --lr_power 2 --seed 3") == [
-        "warning: --momentum has no effect without --optimizer sgd or rmsprop",
-        "warning: --lr_power has no effect without --lr_scheduler polynomial",
+        "--momentum has no effect without --optimizer sgd or rmsprop",
+        "--lr_power has no effect without --lr_scheduler polynomial",
     ]
     assert told("--validation_images 0 --validation_steps 5") == [
-        "warning: --validation_steps has no effect without --validation_images"
+        "--validation_steps has no effect without --validation_images"
     ]
     assert not told("--momentum 0.5 --optimizer sgd --ema_widths 0.1 --ema_type power --eval_steps 5 --eval_images 50")
 

@@ -373,7 +373,7 @@ class RunOptions(
         ("latent_scale", "pretrained", "a pipeline of latents has its own scale, and one of images has no latents"),
     )
 
-    needs: ClassVar[dict[str, tuple[str, ...]]] = {  # flags -> the flag without which (of these values) they have no effect
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {
         "shuffle_window cache_limit": ("streaming",),
         "max_bad_images": ("on_bad_image", "replace"),
         "momentum": ("optimizer", "sgd", "rmsprop"),
@@ -388,15 +388,6 @@ class RunOptions(
         "hub_model_id hub_private_repo": ("push_to_hub",),
         "dataset_config_name dataset_revision": ("dataset_name",),
     }
-
-    def without_effect(self) -> list[str]:
-        """Returns what to say of flags that were given and have no effect."""
-        return [
-            f"warning: --{name} has no effect without --{needed}{' ' * bool(values)}{' or '.join(values)}"
-            for names, (needed, *values) in self.needs.items()
-            for name in self.given.intersection(names.split())
-            if not (getattr(self, needed) in values if values else getattr(self, needed))
-        ]
 
     @property
     def micro_batch_size(self) -> int:
@@ -790,7 +781,11 @@ class DiagnoseOptions(DiagnosedOptions, DataOptions):
         *("all", "json", "fail_on", "report_dir", "watch", "watch_dir", "watch_updates", "cache"),
     )
 
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {"watch_dir watch_updates": ("watch",), "probe_images": ("pipeline",)}
+
     def check(self) -> None:
+        for problem in self.without_effect():
+            raise UserError(f"{problem}\nleave it out")
         named = [self.run is not None, self.pipeline is not None, bool(self.dataset_name or self.train_data_dir)]
         wrong, others = any(named), "together with a run, --pipeline or a dataset\nleave these out"
         if self.watch is not None:
@@ -843,6 +838,10 @@ class ReconstructionOptions(Options):
     step: int | None = flag(None, "step of a snapshot (default: the last one)", at_least=1)
     output_dir: Path = flag(MISSING, "folder for the pipeline")
 
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {"metric num_images batch_size seed": ("widths",)}
+
     def check(self) -> None:
+        for problem in self.without_effect():
+            raise UserError(f"{problem}\nleave it out")
         if (self.width is None) == (self.widths is None):
             raise UserError("--width or --widths is needed, and not both\nset one of the two")

@@ -65,6 +65,8 @@ class Options:
     basics: ClassVar[tuple[str, ...]] = ()  # the flags that `--help` shows; empty: all
     excludes: ClassVar[dict[str, tuple[str, ...]]] = {}  # a flag that is given -> values of a preset that then do not count
 
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {}  # flags -> the flag without which (of these values) they have no effect
+
     def __post_init__(self):
         self.given: frozenset[str] = frozenset()
 
@@ -75,6 +77,15 @@ class Options:
 
     def check(self) -> None:
         """Raises UserError where flags contradict each other."""
+
+    def without_effect(self) -> list[str]:
+        """Returns what to say of flags that were given and have no effect."""
+        return [
+            f"--{name} has no effect without --{needed}{' ' * bool(values)}{' or '.join(values)}"
+            for names, (needed, *values) in self.needs.items()
+            for name in sorted(self.given.intersection(names.split()))
+            if not (getattr(self, needed) in values if values else getattr(self, needed))
+        ]
 
     @classmethod
     def marked(cls, *marks: str) -> list[str]:
@@ -208,7 +219,8 @@ class Parser(argparse.ArgumentParser):
                 problem = f"needs a value: {takes.allowed() if isinstance(takes, Values) else 'a file'}"
             problem = re.sub("^ignored explicit argument '?(.*?)'?$", r"takes no value, got \1", problem)
             message = f"{name} {problem}"
-        raise UserError(f"{message}\n{self.prog} --help all explains all flags" if not found else message)
+        of_flag = found and name.startswith("-")
+        raise UserError(message if of_flag else f"{message}\n{self.prog} --help all explains all flags")
 
 
 class ShowHelp(argparse.Action):

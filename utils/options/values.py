@@ -4,6 +4,7 @@ import argparse
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ class Values:
         """Returns the value that `text` is. Raises ValueError where it is none, which says what is allowed."""
         if text == self.word:
             return text
-        if self.type in (str, Path) and text.startswith(("~/", "$")):  # which no shell replaces in a file, or behind a `=`
+        if self.type in (str, Path) and re.match(r"(~|\$\w+|\$\{\w+\})/", text):  # of a file, or behind `=`: no shell saw it
             text = os.path.expandvars(os.path.expanduser(text))
             if text.startswith("$"):
                 raise ValueError(f"begins with a variable that is not set: {text}")
