@@ -4,13 +4,16 @@ import csv
 import gzip
 import io
 import json
+import tarfile
 import unicodedata
 import zipfile
 import zlib
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image, ImageOps
+from pyarrow import parquet
 from test_image_folder import encoded, said, shown, write
 
 from utils.core.errors import UserError
@@ -268,6 +271,19 @@ def test_tables_about_folders_beside_them_are_no_data(load, tmp_path):
         write(tmp_path / "set", *(f"{part}/{n}.png" for n in range(3)))
         (tmp_path / "set" / f"{part}_stats.json").write_text('{"count": 3}')
         (tmp_path / "set" / f"{part}.parquet").write_bytes(b"a table of downloads")
+    assert shown(load(tmp_path / "set", "dataset_name")) == [0, 1, 2] * 2
+
+
+def test_tables_about_tar_files_beside_them_are_no_data(load, tmp_path):
+    (tmp_path / "set").mkdir()
+    for part in ("00000", "00001"):
+        with tarfile.open(tmp_path / "set" / f"{part}.tar", "w") as made:
+            for number in range(3):
+                member = tarfile.TarInfo(f"{part}{number}.png")
+                member.size = len(encoded(number))
+                made.addfile(member, io.BytesIO(encoded(number)))
+        (tmp_path / "set" / f"{part}_stats.json").write_text('{"count": 3}')
+        parquet.write_table(pa.table({"url": ["https://example.com/0.png"] * 3}), tmp_path / "set" / f"{part}.parquet")
     assert shown(load(tmp_path / "set", "dataset_name")) == [0, 1, 2] * 2
 
 

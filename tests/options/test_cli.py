@@ -168,6 +168,12 @@ def test_flags_without_effect_are_told():
     assert not told("--momentum 0.5 --optimizer sgd --ema_widths 0.1 --ema_type power --eval_steps 5 --eval_images 50")
 
 
+def test_scripts_without_a_training_refuse_flags_without_effect():
+    words = ["run", "--width", "0.1", "--output_dir", "out", "--num_images", "50"]
+    with pytest.raises(UserError, match=r"^--num_images has no effect without --widths\nleave it out"):
+        importlib.import_module("reconstruct_ema").parse_args(words)
+
+
 def test_flags_that_need_others_are_those_of_the_scripts():
     for script in (train_ddpm, importlib.import_module("train_edm2")):
         options = script.parse_args(["--dataset_name", "digits"])
