@@ -198,7 +198,7 @@ def test_a_mistyped_folder_may_look_like_a_name_on_the_hub(tmp_path, monkeypatch
         ("https://huggingface.co/datasets/me/shapes", "use --dataset_name me/shapes"),
         ("https://huggingface.co/datasets/mnist?row=3", "use --dataset_name mnist"),
         ("https://huggingface.co/me/network/tree/main", "use --dataset_name me/network"),
-        ("https://example.com/shapes.zip", "check the path"),
+        ("https://example.com/shapes.zip", "download what is there, and give its path"),
         ("/data/huggingface.co/datasets/me/shapes", "check the path"),
     ],
 )

@@ -209,8 +209,8 @@ def test_columns_are_found_named_and_listed(load, tmp_path):
     path = str(tmp_path / "a.parquet")
     make_dataset(columns, features).to_parquet(path)
     images = load(path)
-    assert np.array_equal(images.fetch(range(6)), expected_pixels() // 2)
-    assert images.notes[:-1] == ["image columns thumbnail, jpg: thumbnail is used (--image_column chooses)"]
+    assert np.array_equal(images.fetch(range(6)), expected_pixels())  # of the usual name
+    assert images.notes[:-1] == ["image columns jpg, thumbnail: jpg is used (--image_column chooses)"]
     assert images.labels.tolist() == [5, 4, 3, 2, 1, 0] and images.class_names is None
     named = load(path, image_column="jpg", label_column="coarse")
     assert np.array_equal(named.fetch(range(6)), expected_pixels()) and named.notes[:-1] == []
@@ -248,7 +248,7 @@ def test_wrong_sources_are_one_clear_line(load, tmp_path):
         ({"dataset_name": str(tmp_path / "text")}, r"no column that looks like images\n.*text \(string\), number \(int64\)"),
         ({"dataset_name": str(tmp_path / "nothing")}, "cannot load the dataset"),
         ({"train_data_dir": str(tmp_path / "nothing")}, "has no images"),
-        ({"train_data_dir": str(tmp_path / "absent")}, "no such folder"),
+        ({"train_data_dir": str(tmp_path / "absent")}, "no such file or folder"),
         ({"dataset_name": str(tmp_path / "a.xyz")}, r"ends in one of .*\.parquet"),
         ({"dataset_name": str(tmp_path / "broken.parquet")}, "cannot load the dataset"),
         ({"dataset_name": "digits", "background": "transparent"}, "transparent"),
@@ -357,6 +357,20 @@ def test_conversions_are_told_and_done(load, tmp_path):
     with Image.open(folder / "turned.png") as stored:
         upright = np.rot90(np.asarray(stored), k=-1).transpose(2, 0, 1)
     assert np.array_equal(images.fetch([names.index("turned.png")])[0], upright)
+
+
+def test_images_of_12_bits_are_told(load, tmp_path):
+    for name, white in (("ct", 4095), ("photo", 65535), ("black", 0)):
+        Image.fromarray(np.linspace(0, white, 64).reshape(8, 8).astype(np.uint16)).save(tmp_path / f"{name}.png")
+    images = load(train_data_dir=str(tmp_path))
+    assert any(note.startswith("1 image with 16 bits of which the upper three are empty") for note in images.notes)
+
+
+def test_images_of_very_many_pixels_are_told(load, tmp_path, monkeypatch):
+    Image.new("L", (20, 20)).save(tmp_path / "map.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(UserError, match=r"map\.png .*: it has more than 200 pixels: make it smaller"):
+        load(train_data_dir=str(tmp_path), cache_images="no")
 
 
 def test_16_bit_precision_is_kept_on_request(load, tmp_path):

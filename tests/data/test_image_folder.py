@@ -71,7 +71,8 @@ def test_an_archive_is_the_same_data_as_its_folder(kind, prefix, load, tmp_path)
     expected = load(folder)
     assert expected.class_names == ["cat", "dog"] and expected.labels.tolist() == [0, 0, 1, 1]
     assert shown(expected) == [1, 3, 0, 2]
-    assert said(expected) == ["4 of 6 files used; left out: 1 hidden, 1 .txt"]
+    folders = "images of 2 folders are used: cat (2), dog (2); to use one alone, give that folder"
+    assert said(expected) == [folders, "4 of 6 files used; left out: 1 hidden, 1 .txt"]
     path = archive(folder, tmp_path / f"p.{kind}", prefix)
     for options in ({}, {"cache_images": "no"}):
         images = load(path, **options)
@@ -122,16 +123,18 @@ def test_nothing_is_left_out_silently_and_links_are_followed(load, tmp_path):
         "Thumbs.db",
         ".hidden/3.png",
         "lost+found/4.png",
+        "@eaDir/1.png/thumb.png",
     )
     (folder / "cat" / "4.avif").write_bytes(encoded(4, "AVIF"))
     (folder / "dog").symlink_to(write(tmp_path / "elsewhere", "2.png"))
     (folder / "cat" / "back").symlink_to(folder)
     (folder / "cat" / "gone.png").symlink_to(tmp_path / "nowhere")
+    (folder / "cat" / "itself").symlink_to("itself")
     images = load(folder)
     assert len(images) == 3 and images.class_names == ["cat", "dog"] and images.labels.tolist() == [0, 0, 1]
-    (note,) = said(images)
-    assert note.startswith("3 of 9 files used; left out: ")
-    for reason in ("1 link to a folder above it", "1 link to nothing", "1 .heic (needs pillow-heif)", "1 .gz (unpack it)"):
+    note = said(images)[-1]
+    assert note.startswith("3 of 10 files used; left out: ")
+    for reason in ("1 link to a folder above it", "2 link to nothing", "1 .heic (needs pillow-heif)", "1 .gz (unpack it)"):
         assert reason in note
     assert "1 without a suffix" in note and "1 .db" in note
 
@@ -142,10 +145,10 @@ def test_archives_in_a_folder_count_as_folders_unless_they_are_unpacked_beside(l
     archive(write(tmp_path / "a", "0.png", "1.png"), folder / "cats.zip")
     archive(write(tmp_path / "b", "2.png"), folder / "dogs.tar")
     images = load(folder)
-    assert images.class_names == ["cats", "dogs"] and shown(images) == [0, 1, 2] and said(images) == []
+    assert images.class_names == ["cats", "dogs"] and shown(images) == [0, 1, 2] and len(said(images)) == 1
     write(folder / "cats", "0.png", "1.png")
     images = load(folder)
-    assert shown(images) == [0, 1, 2] and said(images) == ["3 of 4 files used; left out: 1 .zip beside its unpacked folder"]
+    assert shown(images) == [0, 1, 2] and said(images)[1] == "3 of 4 files used; left out: 1 .zip beside its unpacked folder"
 
 
 @pytest.mark.parametrize("inside", ["", "photos/"])
@@ -162,7 +165,7 @@ def test_folders_named_as_splits_are_splits(inside, load, tmp_path):
     with pytest.raises(UserError, match=r"--dataset_split test: Unknown split \"test\".*\['train', 'validation'\]"):
         load(folder, dataset_split="test")
     write(folder, f"{inside}plane/3.png")  # now they are classes
-    assert said(load(folder, dataset_split="train"))[0].startswith("the folders do not become classes")
+    assert said(load(folder, dataset_split="train"))[1].startswith("the folders do not become classes")
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])

@@ -74,6 +74,6 @@ def test_what_is_wrong_is_said_in_two_lines(options, words, folder, load):
 def test_sources_that_cannot_be_streamed(tmp_path, load):
     for name in ("photo.png", "photo.csv"):
         (tmp_path / name).write_bytes(png(0))
-    for name in (tmp_path, tmp_path / "photo.csv"):
+    for name in (tmp_path, tmp_path / "photo.csv", "digits"):
         with pytest.raises(UserError, match="reads parquet, tar or arrow files"):
             load(name)

@@ -214,6 +214,11 @@ def test_what_cannot_be_diagnosed_ends_with_status_2(tmp_path):
     for arguments in ([], ["somewhere", "--dataset_name", "digits"], ["--pipeline", "x"]):
         with pytest.raises(UserError, match="what to diagnose"):
             diagnose.parse_args(arguments)
+    with pytest.raises(UserError, match="--watch_updates has no effect without --watch\nleave it out"):
+        diagnose.parse_args(["somewhere", "--watch_updates", "5"])
+    (tmp_path / "file.json").touch()
+    with pytest.raises(UserError, match=r"file\.json is not the folder of a run"):
+        diagnose.main(diagnose.parse_args([str(tmp_path / "file.json")]))
     result = run_script("diagnose.py", [tmp_path / "nothing"])
     assert (result.returncode, len(without_progress(result.stderr))) == (2, 2)
     assert "is not the folder of a run" in result.stderr

@@ -91,6 +91,12 @@ def test_config_with_other_channels_is_refused(tmp_path):
         make_unet(DDPMOptions(resolution=16, image_channels=3, model_config_name_or_path=str(tmp_path)))
 
 
+def test_a_file_of_something_else_is_no_config(tmp_path):
+    (tmp_path / "list.json").write_text('{"learning_rate": 1}')
+    with pytest.raises(UserError, match=r"list.json: it is no config of a UNet2DModel\nuse a config.json"):
+        make_unet(DDPMOptions(resolution=16, image_channels=3, model_config_name_or_path=str(tmp_path / "list.json")))
+
+
 def test_spectral_norm_makes_the_largest_singular_value_one():
     unet = make_unet(
         DDPMOptions(resolution=16, image_channels=1, model_preset="digits16", spectral_norm=True, zero_init_output=True)

@@ -20,7 +20,7 @@ import train_edm2
 from utils.core.errors import UserError
 from utils.diffusion.unet import make_edm2_unet
 from utils.options.flags import read_widths
-from utils.options.parser import make_parser, spelled
+from utils.options.parser import make_parser, spelled, values_of
 from utils.options.values import Values
 
 # Every flag of diffusers' train_unconditional.py but --local_rank, which torch's launchers no longer pass, with a value.
@@ -125,18 +125,62 @@ def test_values_that_no_run_can_use_are_refused(flags, message):
         ("--compile true", "unexpected word true after --compile, which takes no value"),
         ("--compile=true", "--compile takes no value, got true"),
         ("--no-use_ema=1", "--use_ema takes no value, got 1"),
-        ("--resolution", "--resolution needs a value: a number of pixels, or two as height x width, such as 64x96"),
+        ("--resolution", "--resolution needs a value: a number of pixels up to 16384, or two as height x width, such as 64x96"),
         ("--ema_widths", "--ema_widths needs a value: a number"),
         ("--config", "--config needs a value: a file"),
         ("word", "unexpected word word: flags begin with --"),
         ("--qzqzqz", r"unknown flag --qzqzqz\n\S+ --help all lists all flags$"),
-        ("--lr 3", "unknown flag --lr\nnearest: --lr_scheduler"),
+        ("--lr 3", "unknown flag --lr\nnearest: --learning_rate\n"),
+        ("--num-processes 4", "--num-processes is a flag of accelerate launch\nwrite it before "),
+        ("--learning_rate -1e-4", "--learning_rate must be a number above 0; got -1e-4"),
+        ("--output_dir $NOT_SET/run", r"--output_dir begins with a variable that is not set: \$NOT_SET/run"),
+        ("--resolution 20000", "--resolution must be a number of pixels up to 16384, .*; got 20000"),
         ("-x", "unknown flag -x"),
     ],
 )
 def test_words_that_mean_nothing_are_told_apart(flags, message):
     with pytest.raises(UserError, match=message):
         train_ddpm.parse_args(flags.split())
+
+
+def test_negative_numbers_with_an_exponent_are_values():
+    assert train_ddpm.parse_args(["--dataset_name", "a.npz", "--data_range", "-1e-3", "-.5e-3"]).data_range == [-1e-3, -5e-4]
+
+
+def test_the_home_folder_is_meant_wherever_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text("output_dir: $HOME/runs/a\n")
+    options = train_ddpm.parse_args(["--train_data_dir=~/photos", "--config=~/run.yaml"])
+    assert (options.train_data_dir, options.output_dir) == (f"{tmp_path}/photos", f"{tmp_path}/runs/a")
+
+
+def test_flags_without_effect_are_told():
+    def told(words):
+        return train_ddpm.parse_args(["--dataset_name", "digits", *words.split()]).without_effect()
+
+    assert told("--momentum 0.5 --lr_power 2 --seed 3") == [
+        "--momentum has no effect without --optimizer sgd or rmsprop",
+        "--lr_power has no effect without --lr_scheduler polynomial",
+    ]
+    assert told("--validation_images 0 --validation_steps 5") == [
+        "--validation_steps has no effect without --validation_images"
+    ]
+    assert not told("--momentum 0.5 --optimizer sgd --ema_widths 0.1 --ema_type power --eval_steps 5 --eval_images 50")
+
+
+def test_scripts_without_a_training_refuse_flags_without_effect():
+    words = ["run", "--width", "0.1", "--output_dir", "out", "--num_images", "50"]
+    with pytest.raises(UserError, match=r"^--num_images has no effect without --widths\nleave it out"):
+        importlib.import_module("reconstruct_ema").parse_args(words)
+
+
+def test_flags_that_need_others_are_those_of_the_scripts():
+    for script in (train_ddpm, importlib.import_module("train_edm2")):
+        options = script.parse_args(["--dataset_name", "digits"])
+        for names, (needed, *values) in options.needs.items():
+            assert {*names.split(), needed} <= vars(options).keys()
+            choices = values_of(type(options))[needed].choices
+            assert not values or {*values} <= {*choices}
 
 
 def test_the_value_of_a_mistyped_flag_is_not_what_is_told():

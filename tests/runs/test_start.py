@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from utils.core.errors import UserError
-from utils.options.flags import DDPMOptions
+from utils.options.flags import DDPMOptions, EDM2Options
 from utils.options.parser import parse_options
 from utils.options.paths import located
 from utils.runs.checkpoint_files import find_checkpoint
@@ -248,6 +248,20 @@ def test_a_start_that_comes_to_nothing_leaves_a_finished_run_finished(tmp_path):
     folder.claim(replaces=False)
     assert not (tmp_path / "exit_status").exists()
     folder.release(0)
+
+
+def test_a_run_of_the_other_script_is_told_in_two_lines(tmp_path):
+    checkpoint(tmp_path, 5)
+    asked = parse_options(EDM2Options, "", [*FLAGS, "--output_dir", str(tmp_path), *LATEST])
+    with pytest.raises(UserError, match=r"checkpoint-5 is of train_ddpm.py, and this is train_edm2.py\ncontinue it with"):
+        start_of(asked)
+
+
+@pytest.mark.parametrize("inside", ["", "runs/a"])
+def test_a_run_inside_its_data_is_refused(inside, tmp_path):
+    with pytest.raises(UserError, match=r"is in --train_data_dir: its samples would become images of the data\nchoose"):
+        RunFolder(tmp_path / "photos" / inside).claim(replaces=False, inputs={"train_data_dir": str(tmp_path / "photos")})
+    RunFolder(tmp_path / "beside").claim(replaces=False, inputs={"train_data_dir": str(tmp_path / "photos")})
 
 
 # ---- paths

@@ -91,6 +91,7 @@ def test_data_without_labels_is_refused(train, tiny_flags, tmp_path):
     (tmp_path / "images").mkdir()
     for number in range(12):
         Image.fromarray(np.full((16, 16), number * 20, np.uint8)).save(tmp_path / "images" / f"{number}.png")
+    (tmp_path / "images" / "train.csv").write_text("id,label\n0,cat\n")
     flags = [flag for flag in tiny_flags if flag not in ("--dataset_name", "digits")]
-    with pytest.raises(UserError, match="--class_conditional needs class labels"):
+    with pytest.raises(UserError, match=r"needs class labels, and the data has none; 12 of 13 files used.*\nput the"):
         train([*flags, "--train_data_dir", tmp_path / "images", *CLASSES, "--output_dir", tmp_path / "run"])

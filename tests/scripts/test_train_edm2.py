@@ -143,6 +143,7 @@ def test_reconstruction_at_an_earlier_update_and_what_it_refuses(long_run, tmp_p
             "between the snapshots at 240 and 252",
         ),
         ((long_run, "--width", "0.1", "--output_dir", long_run), "choose another --output_dir"),
+        ((long_run, "--width", "0.1", "--output_dir", tmp_path / "out" / "model_index.json"), "cannot write to --output_dir"),
         ((tmp_path / "out", "--width", "0.1", "--output_dir", tmp_path / "other"), "no EMA snapshots"),
     ):
         with pytest.raises(UserError, match=message):

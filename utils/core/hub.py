@@ -15,6 +15,7 @@ _SAID = (  # by a library -> what it means, and what to do
     (r"Revision '(.*?)' doesn't exist for dataset", "it has no revision {}\nset --dataset_revision to one that it has"),
     (r"Unknown split \"?(.*?)\"?\. Should be one of \[(.*?)\]", "it has no split {}\nset --dataset_split to one of {}"),
     (r"Unable to load weights from checkpoint file for '(.*?)'", "its weights {} are damaged\ndownload or make them again"),
+    ("(Parquet) magic bytes not found", "it is no {} file\ndownload it again (after a `git clone`: `git lfs pull`)"),
     ("no file named (model_index.json) found", "it has no {}\nuse the folder of a finished run, or of another pipeline"),
 )
 
@@ -94,7 +95,11 @@ def is_only_a_path(name: str) -> bool:
 def no_such_path(name: str, flag: str = "the name") -> str:
     """Returns what to say of a `name` that is only a path, where nothing is; of the Hub's pages, what to give to `flag`."""
     page = re.match(r"https?://(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+(?:/[^/?#]+)?)", name)
-    return f"this is the address of a page\nuse {flag} {page[1]}" if page else "no such file or folder\ncheck the path"
+    if page:
+        return f"this is the address of a page\nuse {flag} {page[1]}"
+    if "://" in name:
+        return "this is an address\ndownload what is there, and give its path"
+    return "no such file or folder\ncheck the path"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

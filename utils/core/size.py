@@ -3,6 +3,8 @@
 import re
 from typing import NamedTuple
 
+LARGEST = 16384  # pixels of a side
+
 
 class Size(NamedTuple):
     """Height and width in pixels."""
@@ -15,7 +17,7 @@ class Size(NamedTuple):
         """Of 64 (64 x 64 pixels) or "64x96" (height x width). Raises ValueError for anything else."""
         found = re.fullmatch(r"(\d+)(?:x(\d+))?", str(resolution))
         size = cls(int(found[1]), int(found[2] or found[1])) if found else cls(0, 0)
-        if min(size) < 1:
+        if not 1 <= min(size) <= max(size) <= LARGEST:
             raise ValueError(f"{resolution} is not a size in pixels")
         return size
 

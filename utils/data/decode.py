@@ -11,6 +11,7 @@ import errno
 import functools
 import io
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ from utils.data.stored_files import is_address, read_address
 REMARKS = {
     "frames": "{n} with several frames (animated or paged): the first frame is used",
     "deep": "{n} with more than 8 bits per channel: scaled to 8 bits (--preserve_input_precision keeps 16)",
+    "narrow": "{n} with 16 bits of which the upper three are empty (12-bit values?), so nearly black: store v * 16",
     "transparent": "{n} with transparency: composited on the background color",
     "rotated": "{n} turned upright by their EXIF orientation",
 }
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # a large photograph
 _EXIF_ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -124,6 +127,9 @@ class ImagePreparation:
             raise UndecodableImage(file.name, None, file.problem)
         try:
             return self._prepare(file)
+        except Image.DecompressionBombError:
+            most = 2 * int(Image.MAX_IMAGE_PIXELS or 0)
+            raise UndecodableImage(file.name, file.path, f"it has more than {most:,} pixels: make it smaller") from None
         except UnidentifiedImageError:
             raise UndecodableImage(file.name, file.path, f"not an image that Pillow can read{_instead(file)}") from None
         except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
@@ -147,6 +153,8 @@ class ImagePreparation:
                 remarks.append("rotated")
             if is_deep(image) and self.max_value == 255:
                 remarks.append("deep")
+            if image.mode.startswith("I") and 0 < int(np.asarray(image).max()) < 8192:
+                remarks.append("narrow")
             if image.has_transparency_data:
                 remarks.append("transparent")
             planes = to_planes(image, self.channels, background_color(self.background), self.max_value)

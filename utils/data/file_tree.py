@@ -27,13 +27,16 @@ from pyarrow import compute, csv, parquet
 from pyarrow import json as lines
 
 from utils.core.errors import UserError, explained
+from utils.core.hub import no_such_path
 from utils.data.decode import image_suffixes
 from utils.data.image_column import shortened
 from utils.data.stored_files import ARCHIVES, forget_archives, is_address, list_archive, read_address
 
 _NAMES = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.parquet")
 _CLASSES = "dataset.json"  # {"labels": [["00000/img00000000.png", 6], ...]}
-_MASK = re.compile(r"[-_.](mask(label)?|condlabel|seg(mentation)?|depth|matte|trimap)$", re.IGNORECASE)  # ends such a stem
+_MASK = re.compile(  # ends such a stem
+    r"[-_.](mask(label)?|condlabel|labels?|gt|annotations?|seg(mentation)?|depth|matte|trimap|thumb(nail)?)$", re.IGNORECASE
+)
 ABOUT_IMAGES = {"metadata", "dataset"}  # stems of such files
 MARKS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}  # between the columns
 ENCODINGS = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252"}
@@ -70,10 +73,14 @@ class FileTree:
 
     def images(self) -> list[str]:
         """Returns the names of the files with a suffix of images, sorted; not of the masks that most of the others have."""
+        masks, names = self.masks(), self.all_images()
+        return [name for name in names if name not in masks or 3 * len(masks) < len(names)]
+
+    def masks(self) -> set[str]:
+        """Returns the names of the images that are called a mask of another one."""
         stems = {name: posixpath.splitext(name)[0] for name in self.all_images()}
         own = set(stems.values())
-        masks = {name for name, stem in stems.items() if (main := _MASK.sub("", stem)) != stem and main in own}
-        return [name for name in stems if name not in masks or 3 * len(masks) < len(stems)]
+        return {name for name, stem in stems.items() if (main := _MASK.sub("", stem)) != stem and main in own}
 
     def all_images(self) -> list[str]:
         suffixes = image_suffixes()
@@ -91,13 +98,16 @@ class FileTree:
         names = {entry.name for entry in entries}
         for entry in entries:
             stem = archive_stem(entry.name)
+            if entry.is_symlink() and not os.path.exists(entry.path):  # or to itself
+                self.left_out["link to nothing"] += 1
+                continue
             with explained(f"cannot read {entry.path}", "check its permissions", OSError):
                 is_folder = entry.is_dir()
             if is_folder:
-                if not entry.name.startswith((".", "__")) and entry.name != "lost+found":  # the latter is a disk's own
+                if not entry.name.startswith((".", "__", "@eaDir")) and entry.name != "lost+found":  # a NAS's, and a disk's own
                     self.add_folder(entry.path, f"{prefix}{entry.name}/", (*above, itself))
             elif not entry.is_file():
-                self.left_out["link to nothing" if entry.is_symlink() else "special file"] += 1
+                self.left_out["special file"] += 1
             elif stem in names:
                 self.left_out[f"{suffix_of(entry.name)} beside its unpacked folder"] += 1
             elif stem and self._opens_archives and not stem.startswith("."):
@@ -136,7 +146,7 @@ def scan(source: str) -> FileTree:
     if os.path.isdir(place):
         tree.add_folder(place)
     elif not os.path.exists(place):
-        raise UserError(f"--train_data_dir {source}: no such folder or file\ncheck the path")
+        raise UserError(f"--train_data_dir {source}: {no_such_path(source, '--dataset_name')}")
     elif archive_stem(place) is not None:
         tree.add_archive(place)
     else:

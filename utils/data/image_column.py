@@ -28,7 +28,10 @@ from utils.data.columns import LABEL_NAMES, describe_columns, is_number, number_
 from utils.data.decode import ImageFile, begins_an_image, image_suffixes
 from utils.data.stored_files import is_address
 
-_IMAGE_NAMES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp", "image_path", "image_url", "url")
+_IMAGE_NAMES = (
+    *("image", "img", "images", "pixels", "picture", "photo", "pixel_values"),
+    *("jpg", "png", "webp", "image_path", "image_url", "url"),
+)
 _ROWS = 1024  # read at a time
 _PIXELS = 49  # columns of one pixel each, at least
 _LONG = 100  # characters of a path, beyond which a message has it only where it is one
@@ -101,8 +104,8 @@ def _candidates(features: dict[str, Any], peek: FirstCell) -> Iterator[list[str]
     """The columns that may have the images, group after group, the likeliest one first."""
     kinds = {name: kind_of(feature) for name, feature in features.items()}
     usual = [name for name in features if name.lower() in _IMAGE_NAMES]
-    yield [name for name in features if kinds[name] == "image"]
-    yield sorted((name for name in features if kinds[name] == "file"), key=lambda name: name not in usual)
+    for kind in ("image", "file"):
+        yield sorted((name for name in features if kinds[name] == kind), key=lambda name: name not in usual)
     yield [name for name in features if kinds[name] == "array"]
     yield [name for name in usual if kinds[name] or isinstance(features[name], dict)]
     yield [name for name in features if kinds[name] == "wrapped"]

@@ -30,12 +30,10 @@ _SPLITS = {
 _LISTED, _SHOWN = 20, 5  # missing names, and folders, that a note has
 _SPLIT_COLUMN = "split"  # of metadata
 _PARTS = re.compile(r"(part|shard|chunk|batch)[-_ ]?\d+", re.IGNORECASE)
-_NUMBERED = re.compile(r"[\d\W_]{2,}|(?=.*\d)[\da-f]{2,}|\d{3}[A-Z_]{5}")  # also dates, parts of hashes, folders of cameras
 _SPLIT_OF = {name: split for split, names in _SPLITS.items() for name in names}
-_MASKS = re.compile("mask|annotation|label|segment|depth|trimap|thumb|ground.?truth", re.IGNORECASE)  # about other images
 _HINTS = (
     dict.fromkeys((".heic", ".heif"), "needs pillow-heif")
-    | dict.fromkeys((".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar"), "unpack it")
+    | dict.fromkeys((".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar"), "unpack it")
     | dict.fromkeys((".csv", ".tsv"), "tables are read as metadata.csv with a column file_name")
     | dict.fromkeys((".mdb", ".tfrecord"), "export its images to files")
 )
@@ -78,7 +76,9 @@ class ImageFolder:
         shown = {name for split in used for _, name in rows[split]}
         self.notes = self._describe(rows, used, shown)
         if not shown:
-            raise UserError(f"{source} has no images" + "".join(f"; {note}" for note in self.notes) + "\ncheck the path")
+            hint = "image files end in .png, .jpg or the like; tables (.parquet) and arrays (.npz) go to --dataset_name"
+            hint = hint if any(" files used" in note for note in self.notes) else "check the path"
+            raise UserError(f"{source} has no images" + "".join(f"; {note}" for note in self.notes) + f"\n{hint}")
         self._names = [name for part in parts for _, name in rows[part.splitname][part.from_ : part.to]]
         self.notes += filter(None, [self.missing()])
         classes = self._classes(rows, used) if self._metadata is None else None
@@ -131,9 +131,8 @@ class ImageFolder:
         names = dividing.pop(self._above, [])
         self.notes += _about_levels(names, [level for level in dividing.values() if level != names])
         counts = Counter(self._class_name(name) for split in used for _, name in rows[split]) if names else Counter()
-        if (are_parts := _are_parts(counts, lambda: self._are_described(rows, used))) is not None:
-            what = "look like parts of one set, and do not become classes" if are_parts else "become classes"
-            self.notes.append(f"the numbered folders {names[0]} to {names[-1]} {what}")
+        if are_parts := _are_parts(counts, lambda: self._are_described(rows, used)):
+            self.notes.append(f"the folders {names[0]} to {names[-1]} look like parts of one set, and do not become classes")
         return None if are_parts or not names else {name: number for number, name in enumerate(names)}
 
     def _class_name(self, name: str) -> str:
@@ -174,6 +173,12 @@ class ImageFolder:
             counts = " and ".join(f"{self._prefixes[split]} ({len(found):,} images)" for split, found in rows.items())
             chosen = " and ".join(split for split in rows if split in used)
             notes.append(f"{counts} are splits; used: {chosen} (--dataset_split chooses; all: everything)")
+        if self._metadata is None and (masks := self._tree.masks() & shown):
+            notes.append(f"{len(masks):,} images that are called masks of others are used, such as {min(masks)}")
+        if self._metadata is None and shown and len(folders := _folders(shown)) > 1:
+            listed = ", ".join(f"{folder} ({count:,})" for folder, count in sorted(folders.items())[:_SHOWN])
+            more = ", ..." * (len(folders) > _SHOWN)
+            notes.append(f"images of {len(folders):,} folders are used: {listed}{more}; to use one alone, give that folder")
         elsewhere = tuple(prefix for split, prefix in self._prefixes.items() if split not in used)
         suffixes, left_out = image_suffixes(), Counter(self._tree.left_out)
         for name in sorted(self._tree.paths.keys() - {name for found in rows.values() for _, name in found}):
@@ -194,6 +199,12 @@ def _split_of(folder: str) -> str:
     return _SPLIT_OF.get(re.sub(r"[\W\d_]+$", "", folder.lower()), "")
 
 
+def _folders(names: set[str]) -> Counter[str]:
+    """How many of these files each folder has, of the first level that divides them; "." has those beside the folders."""
+    base = posixpath.join(posixpath.commonpath([posixpath.dirname(name) for name in names]), "")
+    return Counter(rest.split("/")[0] if "/" in (rest := name[len(base) :]) else "." for name in names)
+
+
 def _depth(folder: str) -> int:
     return folder.count("/") + 1 if folder else 0
 
@@ -204,21 +215,18 @@ def _about_levels(names: list[str], others: list[list[str]]) -> list[str]:
     if not names:
         return [f"the folders {other} become no classes" for other in listed]
     become = f"the folders {', '.join(names[:_SHOWN])} become classes"
-    masks = [f"{become}: if some are no images to train on, give another folder"] * any(map(_MASKS.search, names))
-    return masks + [f"{become}, and {other} do not: a metadata.csv with file_name and label gives others" for other in listed]
+    return [f"{become}, and {other} do not: a metadata.csv with file_name and label gives others" for other in listed]
 
 
-def _are_parts(counts: Counter[str], are_described: Callable[[], bool]) -> bool | None:
-    """Whether folders with so many images are parts of one set, filled one after the other; None if they are not numbered.
+def _are_parts(counts: Counter[str], are_described: Callable[[], bool]) -> bool:
+    """Whether folders with so many images are parts of one set, filled one after the other.
 
     Those of well-known tools have numbers of five digits, and are equally large but where `are_described`.
     """
     names = sorted(counts)
     if names and all(map(_PARTS.fullmatch, names)):
         return True
-    if not names or not all(map(_NUMBERED.fullmatch, names)):
-        return None
-    if not all(name.isdecimal() and len(name) == len(names[0]) for name in names):
+    if not names or not all(name.isdecimal() and len(name) == len(names[0]) for name in names):
         return False
     numbers, sizes = [int(name) for name in names], [counts[name] for name in names]
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1  # 00000, 01000 have 1,000 each

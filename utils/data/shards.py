@@ -27,6 +27,7 @@ from utils.core.errors import UserError, explained, one_line
 from utils.data.sources import find_builder
 from utils.data.stored_files import GONE, is_address, is_web
 from utils.options.flags import DataOptions
+from utils.options.paths import DIGITS
 
 T = TypeVar("T")
 
@@ -75,8 +76,9 @@ def find_shards(options: DataOptions) -> tuple[list[Shard], datasets.Features | 
     Raises UserError where there are none, or they are files of another kind.
     """
     name = options.dataset_name
-    if name is None:
-        raise UserError(f"--streaming reads {KINDS}, and --train_data_dir names images\nset --dataset_name")
+    if name in (None, DIGITS):
+        what = "the digits are" if name else "--train_data_dir names"
+        raise UserError(f"--streaming reads {KINDS}, and {what} images\nset --dataset_name, or leave --streaming out")
     declared = None
     saved = _saved(name, options.dataset_split)
     if saved is not None:

@@ -113,6 +113,11 @@ def find_builder(options: DataOptions) -> tuple[datasets.DatasetBuilder, list[Pa
     elif path.is_dir():
         source = {"path": options.dataset_name, "name": options.dataset_config_name}
         files = _files_below(path)
+        tables = [file for file in files if file.suffix in _BUILDER_OF_SUFFIX]
+        tars = [file for file in tables if file.suffix == ".tar"]
+        if len(tars) < len(tables) and {file.stem.removesuffix("_stats") for file in tables} <= {file.stem for file in tars}:
+            # 00000.parquet and 00000_stats.json are about 00000.tar
+            source = {"path": "webdataset", "data_files": {"train": [glob.escape(str(file)) for file in tars]}}
     elif _only_a_path(str(options.dataset_name)):
         name = str(options.dataset_name)
         raise UserError(f"--dataset_name {name}: {no_such_path(name, '--dataset_name')}")

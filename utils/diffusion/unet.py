@@ -1,6 +1,7 @@
 """The networks: a UNet2DModel of diffusers or an EDM2UNet, by preset, config, or resolution; and their first weights."""
 
 import fnmatch
+import inspect
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -116,6 +117,8 @@ def read_config(network_class: type, options: DDPMOptions | EDM2Options, image_c
         raise UserError(
             f"--model_config_name_or_path {name}: it is the config of a {config['_class_name']}\nuse the config of a {needed}"
         )
+    if not config.keys() & inspect.signature(network_class).parameters.keys():
+        raise UserError(f"--model_config_name_or_path {name}: it is no config of a {needed}\nuse a config.json of diffusers")
     channels = tuple(config.get(side, image_channels) for side in ("in_channels", "out_channels"))
     if channels != (image_channels, image_channels):
         have, advice = ("latents", "use another --vae") if options.vae else ("images", "set --image_channels")

@@ -73,7 +73,7 @@ def check_output(output_dir: Path, run: Path) -> None:
             f"--output_dir {output_dir} is the folder of a run, which is not overwritten\nchoose another --output_dir"
         )
     if (
-        output_dir.exists()
+        output_dir.is_dir()
         and any(output_dir.iterdir())
         and not any((output_dir / name).exists() for name in ("model_index.json", "sweep.json"))
     ):

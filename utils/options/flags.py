@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from utils.core.errors import UserError
-from utils.core.size import Size, read_budget, read_bytes
+from utils.core.size import LARGEST, Size, read_budget, read_bytes
 from utils.options.parser import Options, changed, flag
 from utils.options.presets import EDM2_ABOUT, EDM2_FLAGS, FLAGS
 
@@ -55,7 +55,7 @@ class DataOptions(Options):
         64,
         "images get this size in pixels; 64x96: height x width; one size for all (64)",
         reads=lambda text: Size.of(text).resolution,
-        words="a number of pixels, or two as height x width, such as 64x96",
+        words=f"a number of pixels up to {LARGEST}, or two as height x width, such as 64x96",
     )
     image_channels: int = flag(3, "1: gray, 3: RGB; any number for arrays (3)", at_least=1)
     background: str = flag("white", "color behind transparent images (white)")
@@ -372,6 +372,22 @@ class RunOptions(
         ("augment_probability", "vae", "images are encoded once, before the training"),
         ("latent_scale", "pretrained", "a pipeline of latents has its own scale, and one of images has no latents"),
     )
+
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {
+        "shuffle_window cache_limit": ("streaming",),
+        "max_bad_images": ("on_bad_image", "replace"),
+        "momentum": ("optimizer", "sgd", "rmsprop"),
+        "lr_cycles": ("lr_scheduler", "cosine_with_restarts", "cyclic"),
+        "lr_power": ("lr_scheduler", "polynomial"),
+        "lr_decay_steps": ("lr_scheduler", "inverse_sqrt"),
+        "ema_type ema_max_decay ema_inv_gamma ema_power ema_widths": ("use_ema",),
+        "ema_max_decay ema_inv_gamma ema_power": ("ema_type", "exponential"),
+        "ema_widths ema_snapshot_steps ema_snapshot_dtype": ("ema_type", "power"),
+        "validation_steps": ("validation_images",),
+        "eval_images evaluation_batch_size": ("eval_steps",),
+        "hub_model_id hub_private_repo": ("push_to_hub",),
+        "dataset_config_name dataset_revision": ("dataset_name",),
+    }
 
     @property
     def micro_batch_size(self) -> int:
@@ -765,7 +781,11 @@ class DiagnoseOptions(DiagnosedOptions, DataOptions):
         *("all", "json", "fail_on", "report_dir", "watch", "watch_dir", "watch_updates", "cache"),
     )
 
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {"watch_dir watch_updates": ("watch",), "probe_images": ("pipeline",)}
+
     def check(self) -> None:
+        for problem in self.without_effect():
+            raise UserError(f"{problem}\nleave it out")
         named = [self.run is not None, self.pipeline is not None, bool(self.dataset_name or self.train_data_dir)]
         wrong, others = any(named), "together with a run, --pipeline or a dataset\nleave these out"
         if self.watch is not None:
@@ -818,6 +838,10 @@ class ReconstructionOptions(Options):
     step: int | None = flag(None, "step of a snapshot (default: the last one)", at_least=1)
     output_dir: Path = flag(MISSING, "folder for the pipeline")
 
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {"metric num_images batch_size seed": ("widths",)}
+
     def check(self) -> None:
+        for problem in self.without_effect():
+            raise UserError(f"{problem}\nleave it out")
         if (self.width is None) == (self.widths is None):
             raise UserError("--width or --widths is needed, and not both\nset one of the two")

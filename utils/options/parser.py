@@ -23,6 +23,8 @@ from utils.options.config_file import HIDDEN, REMOVED, config_text, read_config
 from utils.options.values import Values
 
 T = TypeVar("T", bound="Options")
+_LAUNCHERS = {"num_processes", "config_file", "num_machines", "machine_rank", "main_process_port", "gpu_ids", "multi_gpu"}
+_ELSEWHERE = {"lr": "learning_rate", "image_size": "resolution", "report_to": "logger", "steps": "max_train_steps"}
 
 
 def flag(default: Any = None, help: str = "", **about) -> Any:
@@ -63,6 +65,8 @@ class Options:
     basics: ClassVar[tuple[str, ...]] = ()  # the flags that `--help` shows; empty: all
     excludes: ClassVar[dict[str, tuple[str, ...]]] = {}  # a flag that is given -> values of a preset that then do not count
 
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {}  # flags -> the flag without which (of these values) they have no effect
+
     def __post_init__(self):
         self.given: frozenset[str] = frozenset()
 
@@ -73,6 +77,15 @@ class Options:
 
     def check(self) -> None:
         """Raises UserError where flags contradict each other."""
+
+    def without_effect(self) -> list[str]:
+        """Returns what to say of flags that were given and have no effect."""
+        return [
+            f"--{name} has no effect without --{needed}{' ' * bool(values)}{' or '.join(values)}"
+            for names, (needed, *values) in self.needs.items()
+            for name in sorted(self.given.intersection(names.split()))
+            if not (getattr(self, needed) in values if values else getattr(self, needed))
+        ]
 
     @classmethod
     def marked(cls, *marks: str) -> list[str]:
@@ -186,8 +199,11 @@ def about_unknown(name: str, known: Iterable[str], parser: argparse.ArgumentPars
     bare = name.lstrip("-").replace("-", "_")
     if bare in REMOVED:
         return [f"{where}{name} is no longer a flag", REMOVED[bare]]
+    if bare in _LAUNCHERS and not where:
+        return [f"{name} is a flag of accelerate launch", f"write it before {parser.prog}: accelerate launch {name} ..."]
     names = {flag.lstrip("-").replace("-", "_"): flag for flag in known}
-    near = difflib.get_close_matches(bare, names, n=3) or [flag for flag in names if bare in flag.split("_")][:3]
+    near = [_ELSEWHERE[bare]] if _ELSEWHERE.get(bare) in names else difflib.get_close_matches(bare, names, n=3)
+    near = near or [flag for flag in names if bare in flag.split("_")][:3]
     lines = [f"{where}unknown flag {name}", f"{parser.prog} --help all lists all flags"]
     return [lines[0], f"nearest: {', '.join(names[flag] for flag in near)}", lines[1]] if near else lines
 
@@ -203,7 +219,8 @@ class Parser(argparse.ArgumentParser):
                 problem = f"needs a value: {takes.allowed() if isinstance(takes, Values) else 'a file'}"
             problem = re.sub("^ignored explicit argument '?(.*?)'?$", r"takes no value, got \1", problem)
             message = f"{name} {problem}"
-        raise UserError(f"{message}\n{self.prog} --help all explains all flags" if not found else message)
+        of_flag = found and name.startswith("-")
+        raise UserError(message if of_flag else f"{message}\n{self.prog} --help all explains all flags")
 
 
 class ShowHelp(argparse.Action):
@@ -248,12 +265,13 @@ def make_parser(cls: type[Options], description: str) -> argparse.ArgumentParser
         add_help=False,
     )
     helps = "explain the usual flags; --help all: every flag" if cls.basics else "explain all flags"
+    parser._negative_number_matcher = re.compile(r"-\.?\d")  # type: ignore[assignment]  # -1e-4 is a value, too
     parser.add_argument("-h", "--help", action=ShowHelp, nargs="?", metavar="all", const=cls.basics, help=helps)
     about = "print the versions of this program and its libraries"
     parser.add_argument("--version", action=ShowVersion, nargs=0, help=about)
     parser.add_argument(
         "--config",
-        type=Path,
+        type=lambda text: Path(text).expanduser(),
         metavar="FILE",
         help="read flags from a YAML file, or from the options.json of an earlier run; flags of the command line override "
         "the file, and the file overrides a preset",

@@ -3,8 +3,11 @@
 import argparse
 import math
 import operator
+import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -54,6 +57,10 @@ class Values:
         """Returns the value that `text` is. Raises ValueError where it is none, which says what is allowed."""
         if text == self.word:
             return text
+        if self.type in (str, Path) and re.match(r"(~|\$\w+|\$\{\w+\})/", text):  # of a file, or behind `=`: no shell saw it
+            text = os.path.expandvars(os.path.expanduser(text))
+            if text.startswith("$"):
+                raise ValueError(f"begins with a variable that is not set: {text}")
         try:
             value = TRUTH[text.lower()] if self.type is bool else (self.reads or self.type)(text)
         except (ValueError, KeyError):

@@ -94,8 +94,9 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
     else:
         path = next((p for p in (output_dir / wanted, Path(wanted)) if p.is_dir()), None)
         if path is None:
-            there = ", ".join(p.name for p in candidates) or "none"
-            raise UserError(f"--resume_from_checkpoint {wanted}: {output_dir} has no such checkpoint\nchoose from: {there}")
+            there = ", ".join(p.name for p in candidates)
+            hint = f"choose from: {there}" if candidates else "it has none yet: latest starts a new run"
+            raise UserError(f"--resume_from_checkpoint {wanted}: {output_dir} has no such checkpoint\n{hint}")
     if problem := verify_checkpoint(path):
         advice = PRETRAINED if problem == OF_ANOTHER_SCRIPT else "resume from another checkpoint, or from latest"
         if (path / "options.json").is_file():

@@ -106,6 +106,10 @@ class RunFolder:
                 raise UserError(
                     f"--{name} {value} is part of the run that --overwrite_output_dir deletes\nchoose another --output_dir"
                 )
+        data = inputs.get("train_data_dir")
+        if data and (replaces or not found) and self.path.resolve().is_relative_to(Path(data).resolve()):
+            why = f"--output_dir {self.path} is in --train_data_dir: its samples would become images of the data"
+            raise UserError(f"{why}\nchoose another --output_dir")
         if not self.is_done():
             (self.path / EXIT_STATUS).unlink(missing_ok=True)
 

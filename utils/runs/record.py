@@ -35,7 +35,7 @@ class RunRecord:
         """Raises UserError where there is no run."""
         try:
             recorded = json.loads((output_dir / "options.json").read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{output_dir} is not the folder of a run: it has no options.json\ncheck the path") from None
         except ValueError as error:
             raise UserError(f"{output_dir}/options.json is damaged: {error}\nrestore this file from a copy") from None

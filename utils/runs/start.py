@@ -18,6 +18,7 @@ from utils.runs.state import read_state
 
 BY_CONTENT = {*DATA_SOURCES, "model_preset", "pretrained", "vae"}  # a checkpoint knows what these named
 OF_THE_LAUNCH = {"global_batch_size", "mixed_precision"}
+_SCRIPTS = {"ddpm_num_steps": "train_ddpm", "force_weight_norm": "train_edm2"}  # by a flag that only one of them has
 LENGTH = ("max_train_steps", "num_epochs")
 
 
@@ -80,6 +81,9 @@ def _compare_with_checkpoint(options: RunOptions, asked: dict[str, Any], folder:
     if checkpoint is None:
         return
     saved = read_state(checkpoint).options
+    if (was := next((_SCRIPTS[n] for n in _SCRIPTS if n in saved), options.script)) != options.script:
+        advice = f"continue it with {was}.py, or choose another --output_dir"
+        raise UserError(f"{checkpoint} is of {was}.py, and this is {options.script}.py\n{advice}")
     known = {*saved, *vars(options), *ABOUT}  # or network.*, of which more is said later
     allowed = [n for n in options.allow_option_change if "." not in n and n not in known]
     later = {n for n in BY_CONTENT & asked.keys() if n not in ("pretrained", "vae") or bool(saved.get(n)) == bool(asked[n])}

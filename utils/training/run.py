@@ -177,7 +177,7 @@ def begin_run(
     resumed, allowed = options.resume_from_checkpoint, [name for name in options.allow_option_change if name not in free]
     with Bar("reading the checkpoint", shown=shown):
         checkpoint, notes = resume(accelerator, folder.path, resumed, state, allowed)
-    notes = [*data.images.notes, *objective.notes, *notes]
+    notes = [*(f"warning: {useless}" for useless in options.without_effect()), *data.images.notes, *objective.notes, *notes]
     epsilon = optimizer.param_groups[0].get("eps")  # the checkpoint's, where there was one; SGD has none
     if epsilon != asked_epsilon:
         notes.append(f"the optimizer keeps the checkpoint's epsilon, {epsilon:.3g}; a new run would use {asked_epsilon:.3g}")
