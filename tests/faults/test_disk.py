@@ -1,16 +1,28 @@
 """Full, read-only and lying disks: training goes on or ends with one line, and no checkpoint suffers."""
 
 import contextlib
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from conftest import logged_scalars, same_bytes, slow_turns
-from kills import invalid_checkpoints
+from full_disk import Write, damaged, full_at
+from kills import EXPORTED, hashes, invalid_checkpoints, same
 
+from utils.core.errors import UserError
 from utils.runs.checkpoint_files import find_checkpoint, list_checkpoints
 
 FLAGS = ["--checkpointing_steps", 2]
+TOLD = {  # what a run says of a write that fails, by the beginning of its name
+    "run/.tmp-checkpoint": "was not saved, earlier ones are whole: ",
+    "run/.tmp-export": "left out: the pipeline after ",
+    "run/samples": "left out: the samples after ",
+    "run/evaluation": "left out: ",
+    "run/ema_snapshots": "left out: the snapshots of averages after ",
+    "run/.report.html": "report.html was not written: ",
+    "run/logs": "nothing more goes to tensorboard: ",
+}
 
 
 @contextlib.contextmanager
@@ -74,3 +86,51 @@ def test_an_output_that_cannot_be_written_is_named_at_once(server, script, scrip
             line, *advice = said.splitlines()
             assert len(advice) <= 1 and line.startswith(f"error: cannot write to --output_dir {folder}: ")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("all_of_them", [False, *slow_turns(True)])
+def test_each_write_of_a_run_may_find_the_disk_full(train_script, script_flags, tmp_path, capsys, all_of_them):
+    """Of a tiny run each write fails once, several in each try, and those between them do not. Else one such try alone."""
+    flags = [*script_flags, "--max_train_steps", 6, "--checkpointing_steps", 3, "--save_images_steps", 3]
+    flags += ["--save_model_steps", 3, "--validation_images", 64, "--validation_steps", 3]
+    flags += ["--eval_steps", 6, "--eval_images", 32] if all_of_them else []
+    with small_disk(tmp_path / "disk", "size=24m") as disk:
+        run, cache, whole = disk / "run", disk / "cache", tmp_path / "whole"
+        flags += ["--cache_dir", cache, "--output_dir", run]
+
+        def train(chosen: list[Write], *more) -> tuple[int, str, list[Write], list[Write]]:
+            refused = ""
+            with full_at(disk, chosen) as (writes, full):
+                try:
+                    status = train_script([*flags, *more])
+                except UserError as error:
+                    status, refused = 2, str(error)
+            said = "".join(capsys.readouterr()) + refused
+            assert "Traceback" not in said and refused.count("\n") <= 1
+            return status, said, writes, full
+
+        status, _, writes, _ = train([])
+        assert status == 0 and damaged(disk) == []
+        shutil.move(run, whole)
+        begun = next(place for place, (name, _) in enumerate(writes) if name == "run/ledger.jsonl")
+        logged = [write for write in writes[begun:] if "tfevents" in write[0]]
+        left = [write for write in writes[begun:] if write not in logged]
+        assert len(left) > 60
+        tries = [[*left[::7], logged[-1]]]  # a checkpoint has 7 files, of which a try meets one
+        if all_of_them:
+            tries += [[write] for write in writes[:begun] if "tfevents" not in write[0]]
+        while tries or (left and all_of_them):
+            for folder in (run, cache) if all_of_them else (run,):
+                shutil.rmtree(folder, ignore_errors=True)
+            status, said, _, full = train(tries.pop() if tries else left[::7])
+            assert full
+            left = [write for write in left if write not in full]
+            assert (status == 1) == ("left out: the pipeline after 6 updates" in said)
+            assert status != 2 or full[0] in writes[:begun]
+            for name, _ in full if status != 2 else ():
+                assert all(words in said for start, words in TOLD.items() if name.startswith(start)), (name, said)
+            assert damaged(disk) == [] and invalid_checkpoints(run, whole) == []
+            status, said, *_ = train([], "--resume_from_checkpoint", "latest")
+            assert status == 0 and damaged(disk) == [], said
+            assert same(run / EXPORTED, whole / EXPORTED)
+            assert not (lines := hashes(run)) or lines == hashes(whole)[: len(lines)]
