@@ -129,7 +129,7 @@ def test_a_rank_that_is_well_leaves_the_word_to_the_one_that_failed(monkeypatch,
         (OSError(28, "No space left on device", "out/grid.png"), "No space left on device: out/grid.png\n"),
         (OSError(28, "No space left on device", "mine.py", None, "out/copy.py"), "No space left on device: out/copy.py\n"),
         (OSError(28, "No space left on device"), "No space left on device\n"),
-        (SafetensorError("Error while serializing: I/O error: No space left"), "Error while serializing: I/O error: No space"),
+        (SafetensorError("Error while serializing: I/O error: No space left (os error 28)"), "No space left (os error 28)\n"),
     ],
 )
 def test_what_a_machine_lacks_is_one_line_wherever_it_is_said(told, said, capsys):

@@ -1,15 +1,18 @@
 """Full, read-only and lying disks: training goes on or ends with one line, and no checkpoint suffers."""
 
 import contextlib
+import importlib
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import logged_scalars, same_bytes, slow_turns
+from accelerate.state import AcceleratorState
+from conftest import logged_scalars, make_tiny_flags, same_bytes, slow_turns
 from full_disk import Write, damaged, full_at
 from kills import EXPORTED, hashes, invalid_checkpoints, same
 
+from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
 from utils.runs.checkpoint_files import find_checkpoint, list_checkpoints
 
@@ -134,3 +137,49 @@ def test_each_write_of_a_run_may_find_the_disk_full(train_script, script_flags, 
             assert status == 0 and damaged(disk) == [], said
             assert same(run / EXPORTED, whole / EXPORTED)
             assert not (lines := hashes(run)) or lines == hashes(whole)[: len(lines)]
+
+
+@pytest.fixture(scope="module")
+def averages(train, tmp_path_factory) -> Path:
+    """A run with snapshots of its averages."""
+    folder = tmp_path_factory.mktemp("averages")
+    flags = [*make_tiny_flags(folder), "--ema_type", "power", "--ema_snapshot_steps", 2, "--max_train_steps", 4]
+    assert train([*flags, "--output_dir", folder / "run"]) == 0
+    return folder
+
+
+OTHERS = {
+    "generate": "--pipeline {run} --output_dir {disk}/out --num_images 2 --batch_size 2 --num_inference_steps 2",
+    "reconstruct_ema": "{run} --width 0.1 --output_dir {disk}/out",
+    "evaluate": "make-reference --dataset_name digits --image_channels 1 --resolution 16 --cpu_threads 1 "
+    "--cache_dir {cache} --output {disk}/out/r.safetensors",
+}
+
+
+@pytest.mark.parametrize("name", ["generate", *slow_turns("reconstruct_ema", "evaluate")])
+def test_each_write_of_another_script_may_find_the_disk_full(averages, name, tmp_path, capsys):
+    script, run, cache = importlib.import_module(name), averages / "run", averages / "cache"
+
+    with small_disk(tmp_path / "disk") as disk:
+        flags = OTHERS[name].format(run=run, cache=cache, disk=disk).split()
+
+        def call(chosen: list[Write]) -> tuple[int, str, list[Write]]:
+            """The exit status, errors and writes."""
+            AcceleratorState._reset_state(reset_partial_state=True)
+            with full_at(disk, chosen) as (writes, _), pytest.raises(SystemExit) as ended:
+                run_script(script.main, lambda: script.parse_args(flags))
+            return ended.value.code or 0, capsys.readouterr().err, writes
+
+        status, said, writes = call([])
+        assert status == 0 and damaged(disk) == [] and len(writes) > 2
+        written = {path.name for path in disk.rglob("*")}
+        for write in writes:
+            shutil.rmtree(disk / "out")
+            status, said, _ = call([write])
+            assert status == 2 or ".write-test" in write[0] or write[1] > 1, (write, said)
+            if status:
+                assert said.count("error: ") == 1 and str(disk) in said and "No space left on device" in said
+                assert said.partition("error: ")[2].count("\n") <= 2 and "Traceback" not in said
+            assert damaged(disk) == []
+            assert call([])[0] == 0, write
+            assert {path.name for path in disk.rglob("*")} == written

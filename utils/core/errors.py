@@ -88,9 +88,21 @@ def disk_problem(error: Exception, what: str = "") -> str | None:
     stands there if the error names no file."""
     if isinstance(error, OSError) and error.errno in OF_THE_DISK:  # of a copy, the second file is the new one
         return ": ".join(filter(None, (error.strerror, str(error.filename2 or error.filename or what))))
-    if type(error).__name__ == "SafetensorError" and "I/O error" in str(error):  # the same, met by its writer
-        return ": ".join(filter(None, (str(error), what)))
+    _, of_disk, reason = str(error).partition("I/O error: ")
+    if of_disk and type(error).__name__ == "SafetensorError":  # the same, met by its writer
+        return ": ".join(filter(None, (reason, what)))
     return None
+
+
+@contextlib.contextmanager
+def written(what: str) -> Iterator[None]:
+    """Turns a problem with the disk inside the block into a UserError, a line that names `what` if nothing else is named."""
+    try:
+        yield
+    except Exception as error:
+        if problem := disk_problem(error, what):
+            raise UserError(problem) from None
+        raise
 
 
 def memory_problem(error: Exception) -> str | None:
