@@ -26,6 +26,7 @@ from utils.core.files import sync
 from utils.optim.ema import EMA
 from utils.optim.optimizers import change_settings, match_layouts, settings_of
 from utils.runs.checkpoint_files import (
+    FORMAT,
     MANIFEST,
     MODEL_WEIGHTS,
     REPLACED,
@@ -118,7 +119,7 @@ def _publish(temporary: Path, final: Path, step: int) -> None:
         files[path.relative_to(temporary).as_posix()] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
         sync(path)
     manifest = temporary / MANIFEST
-    manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
+    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=2))
     sync(manifest)
     sync(temporary)
     replaced = final.with_name(REPLACED + final.name)
