@@ -137,6 +137,23 @@ def small_kl(**others):
 
 
 @pytest.fixture
+def files_no_larger_than():
+    """For a `with` block in which no file can grow beyond so many bytes, as on a full disk: what is written last is cut."""
+    import resource
+
+    @contextlib.contextmanager
+    def limited(size: int):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited
+
+
+@pytest.fixture
 def opened(tmp_path):
     """Opens images with these options, at 8x8 and with a cache of the test's own where they say nothing else."""
     from utils.data.dataset import load_images

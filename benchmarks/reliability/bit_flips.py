@@ -2,6 +2,7 @@
 
     python benchmarks/reliability/bit_flips.py                       # both scripts, digits16 and the digits, some minutes
     python benchmarks/reliability/bit_flips.py --scripts train_edm2.py --train_batch_size 8
+    python benchmarks/reliability/bit_flips.py --checkpoint runs/mine/checkpoint-8     # of its files, on a copy; seconds
 
 The element with the largest magnitude of one tensor is hit: of the largest parameter after the forward pass (weights), of its
 gradient, of the output of the first convolution (activation), or of the batch of images. Each update is made again; other
@@ -10,6 +11,8 @@ flags go to the scripts.
 
 import argparse
 import json
+import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.shared.measuring import default_device, describe
+from utils.runs.checkpoint_files import MANIFEST, verify_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PLACES, BITS, FIRST = ("weights", "gradient", "activation", "batch"), 32, 3  # update FIRST has the first one
@@ -39,10 +43,32 @@ def outcomes(script: str, where: str, flags: list[str]) -> list[tuple[str, str]]
     return [(made[FIRST + bit]["outcome"], made[FIRST + bit].get("stage", "")) for bit in range(BITS)]
 
 
+def of_checkpoint(path: Path, most: int = 200) -> None:
+    """Flips one bit at a time in each file: in the manifest all, in the others `most` by chance."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(path, Path(folder, path.name)))
+        if problem := verify_checkpoint(copy):
+            sys.exit(f"{path}: {problem}")
+        for file in sorted(file for file in copy.rglob("*") if file.is_file()):
+            content, noticed = file.read_bytes(), 0
+            bits = range(8 * len(content))
+            chosen = bits if file.name == MANIFEST else random.Random(0).sample(bits, min(most, len(bits)))
+            for bit in chosen:
+                flipped = bytearray(content)
+                flipped[bit // 8] ^= 1 << bit % 8
+                file.write_bytes(flipped)
+                noticed += verify_checkpoint(copy) is not None
+            file.write_bytes(content)
+            print(f"{file.relative_to(copy)}, {len(content)} bytes: {noticed} of {len(chosen)} flipped bits noticed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", default=["train_ddpm.py", "train_edm2.py"])
+    parser.add_argument("--checkpoint", type=Path, help="a checkpoint, in a copy of which bits of files flip instead")
     options, flags = parser.parse_known_args()
+    if options.checkpoint:
+        return of_checkpoint(options.checkpoint)
     print(describe(default_device()))
     for script in options.scripts:
         for where in PLACES:

@@ -2,6 +2,7 @@
 
     python benchmarks/reliability/chaos.py --kills 800
     python benchmarks/reliability/chaos.py --kills 200 --script train_edm2.py
+    python benchmarks/reliability/chaos.py --kills 200 -- --objective flow          # more flags of the script
     python benchmarks/reliability/chaos.py --kills 0 --delays 5          # suspended ranks, frozen disks, clocks set back
 
 A run of 24 updates with a checkpoint every 3, pictures every 8 and an evaluation every 12 is killed, resumed with
@@ -69,13 +70,14 @@ def main() -> None:
     parser.add_argument("--delays", type=int, default=0, help="trials of each of the delays, which kill nobody (0)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--script", default="train_ddpm.py", choices=SCRIPTS)
+    parser.add_argument("flags", nargs="*", help="more flags of the script, after --")
     args = parser.parse_args()
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it reports what the resumed runs had it hide
     start, tallies, runs, delayed = time.monotonic(), {}, 0, []
     plan = {name: args.kills * share // 100 for name, share in SHARES.items()}
     for processes in (2, 1) if args.kills else (2,):
         with tempfile.TemporaryDirectory() as name, ForkServer() as server:
-            flags = [*make_tiny_flags(Path(name), args.script), *PHASED, "--train_batch_size", 8 // processes]
+            flags = [*make_tiny_flags(Path(name), args.script), *PHASED, "--train_batch_size", 8 // processes, *args.flags]
             killer = Killer(server, args.script, flags, Path(name), seed=args.seed, processes=processes)
             if processes == 1:
                 tallies |= killer.kill_by_phase(plan)
@@ -90,7 +92,8 @@ def main() -> None:
         print("| what | trials | ended otherwise, or with other bits |\n|---|---|---|", *delayed, sep="\n")
     if args.kills:
         tell(tallies)
-    print(f"{runs} runs; {args.script}, seed {args.seed}, {time.monotonic() - start:.0f} s; {describe(default_device())}")
+    command = " ".join([args.script, *args.flags])
+    print(f"{runs} runs; {command}, seed {args.seed}, {time.monotonic() - start:.0f} s; {describe(default_device())}")
 
 
 if __name__ == "__main__":

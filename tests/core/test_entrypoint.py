@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from utils.core import entrypoint
 from utils.core.errors import FailedElsewhere
@@ -125,11 +126,15 @@ def test_a_rank_that_is_well_leaves_the_word_to_the_one_that_failed(monkeypatch,
         ),
         ("Too many open files. Communication with the workers is no longer possible.", "a process that reads images ended: "),
         ("can't start new thread", "RuntimeError: can't start new thread\nraise `ulimit -u`"),
+        (OSError(28, "No space left on device", "out/grid.png"), "No space left on device: out/grid.png\n"),
+        (OSError(28, "No space left on device", "mine.py", None, "out/copy.py"), "No space left on device: out/copy.py\n"),
+        (OSError(28, "No space left on device"), "No space left on device\n"),
+        (SafetensorError("Error while serializing: I/O error: No space left (os error 28)"), "No space left (os error 28)\n"),
     ],
 )
 def test_what_a_machine_lacks_is_one_line_wherever_it_is_said(told, said, capsys):
     def main(options):
-        raise RuntimeError(told)
+        raise RuntimeError(told) if isinstance(told, str) else told
 
     with pytest.raises(SystemExit) as ended:
         entrypoint.run_script(main, lambda: None)

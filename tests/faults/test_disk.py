@@ -1,16 +1,30 @@
 """Full, read-only and lying disks: training goes on or ends with one line, and no checkpoint suffers."""
 
 import contextlib
+import importlib
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import logged_scalars, same_bytes, slow_turns
-from kills import invalid_checkpoints
+from accelerate.state import AcceleratorState
+from conftest import logged_scalars, make_tiny_flags, same_bytes, slow_turns
+from full_disk import Write, damaged, full_at
+from kills import EXPORTED, hashes, invalid_checkpoints, same
 
+from utils.core.entrypoint import run_script
+from utils.core.errors import UserError
 from utils.runs.checkpoint_files import find_checkpoint, list_checkpoints
 
 FLAGS = ["--checkpointing_steps", 2]
+TOLD = {  # what a run says of a write that fails, by the beginning of its name; a line may fit into the last block of a file
+    "run/.tmp-checkpoint": "was not saved, earlier ones are whole: ",
+    "run/.tmp-export": "left out: the pipeline after ",
+    "run/samples": "left out: the samples after ",
+    "run/evaluation": "left out: ",
+    "run/ema_snapshots": "left out: the snapshots of averages after ",
+    "run/.report.html": "report.html was not written: ",
+}
 
 
 @contextlib.contextmanager
@@ -74,3 +88,128 @@ def test_an_output_that_cannot_be_written_is_named_at_once(server, script, scrip
             line, *advice = said.splitlines()
             assert len(advice) <= 1 and line.startswith(f"error: cannot write to --output_dir {folder}: ")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+TURNS = 13  # an export has so many files and folders: a try meets one of them
+
+
+def sweep_flags(script_flags: list, folder: Path) -> list:
+    """A tiny run below `folder` that writes all that runs write."""
+    often = ("checkpointing", "save_images", "save_model", "validation", "eval")
+    flags = [*script_flags, "--max_train_steps", 6, *(word for name in often for word in (f"--{name}_steps", 3))]
+    flags += ["--validation_images", 64, "--eval_images", 32]
+    return [*flags, "--cache_dir", folder / "cache", "--output_dir", folder / "run"]
+
+
+@pytest.fixture(scope="module")
+def sweep(train, script, script_flags, tmp_path_factory) -> tuple[Path, list[Write], list[Write]]:
+    """The folder of such a run that nothing happened to, its writes before the first update, and those after it."""
+    folder = tmp_path_factory.mktemp("sweep")
+    with full_at(folder, []) as (writes, _):
+        assert train(sweep_flags(script_flags, folder), importlib.import_module(Path(script).stem)) == 0
+    assert damaged(folder) == []
+    begun = next(place for place, (name, _) in enumerate(writes) if name == "run/ledger.jsonl")
+    return folder / "run", writes[:begun], writes[begun:]
+
+
+@pytest.fixture
+def on_small_disk(train_script, script_flags, tmp_path, capsys):
+    """Runs the same on a small disk that is full at the chosen writes; returns the exit status, what was said, and the writes
+    that were met."""
+    with small_disk(tmp_path / "disk", "size=24m") as disk:
+
+        def run(chosen: list[Write], *more) -> tuple[int, str, list[Write]]:
+            refused = ""
+            with full_at(disk, chosen) as (_, full):
+                try:
+                    status = train_script([*sweep_flags(script_flags, disk), *more])
+                except UserError as error:
+                    status, refused = 2, str(error)
+            said = "".join(capsys.readouterr()) + refused
+            assert "Traceback" not in said and refused.count("\n") <= 1
+            assert damaged(disk) == []
+            return status, said, full
+
+        yield disk / "run", run
+
+
+def continues(run: Path, start, whole: Path) -> None:
+    """The same command again ends as a run that nothing happened to."""
+    assert invalid_checkpoints(run, whole) == []
+    status, said, _ = start([], "--resume_from_checkpoint", "latest")
+    assert status == 0 and same(run / EXPORTED, whole / EXPORTED), said
+    lines = hashes(run)  # the last one may be missing
+    assert lines == hashes(whole)[: len(lines)] and len(lines) > 5
+
+
+@pytest.mark.parametrize("turn", [0, *slow_turns(*range(1, TURNS))])
+def test_each_write_of_a_run_may_find_the_disk_full(sweep, on_small_disk, turn):
+    """Several fail in each turn, and those between them do not."""
+    (whole, _, writes), (run, start) = sweep, on_small_disk
+    logged = [write for write in writes if "tfevents" in write[0]]
+    chosen = [write for write in writes if write not in logged][turn::TURNS]
+    status, said, full = start([*chosen, logged[turn - TURNS]])
+    assert len(full) > 3
+    assert "left out: the pipeline" in said if status else same(run / EXPORTED, whole / EXPORTED), (status, said)
+    for name, _ in full:
+        assert all(words in said for begin, words in TOLD.items() if name.startswith(begin)), (name, said)
+    continues(run, start, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(4))
+def test_each_write_of_a_start_may_find_the_disk_full(sweep, on_small_disk, turn):
+    (whole, writes, _), (run, start) = sweep, on_small_disk
+    for write in [write for write in writes if "tfevents" not in write[0]][turn::4]:
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.rmtree(run.parent / "cache", ignore_errors=True)
+        status, said, full = start([write])
+        assert full == [write] and status in (0, 2)
+        assert status == 0 or "No space left on device" in said, said
+    continues(run, start, whole)
+
+
+@pytest.fixture(scope="module")
+def averages(train, tmp_path_factory) -> Path:
+    """A run with snapshots of its averages."""
+    folder = tmp_path_factory.mktemp("averages")
+    flags = [*make_tiny_flags(folder), "--ema_type", "power", "--ema_snapshot_steps", 2, "--max_train_steps", 4]
+    assert train([*flags, "--output_dir", folder / "run"]) == 0
+    return folder
+
+
+OTHERS = {
+    "generate": "--pipeline {run} --output_dir {disk}/out --num_images 2 --batch_size 2 --num_inference_steps 2",
+    "reconstruct_ema": "{run} --width 0.1 --output_dir {disk}/out",
+    "evaluate": "make-reference --dataset_name digits --image_channels 1 --resolution 16 --cpu_threads 1 "
+    "--cache_dir {cache} --output {disk}/out/r.safetensors",
+}
+
+
+@pytest.mark.parametrize("name", ["generate", *slow_turns("reconstruct_ema", "evaluate")])
+def test_each_write_of_another_script_may_find_the_disk_full(averages, name, tmp_path, capsys):
+    script, run, cache = importlib.import_module(name), averages / "run", averages / "cache"
+
+    with small_disk(tmp_path / "disk") as disk:
+        flags = OTHERS[name].format(run=run, cache=cache, disk=disk).split()
+
+        def call(chosen: list[Write]) -> tuple[int, str, list[Write]]:
+            """The exit status, errors and writes."""
+            AcceleratorState._reset_state(reset_partial_state=True)
+            with full_at(disk, chosen) as (writes, _), pytest.raises(SystemExit) as ended:
+                run_script(script.main, lambda: script.parse_args(flags))
+            return ended.value.code or 0, capsys.readouterr().err, writes
+
+        status, said, writes = call([])
+        assert status == 0 and damaged(disk) == [] and len(writes) > 2
+        written = {path.name for path in disk.rglob("*")}
+        for write in writes:
+            shutil.rmtree(disk / "out")
+            status, said, _ = call([write])
+            assert status == 2 or ".write-test" in write[0] or write[1] > 1, (write, said)
+            if status:
+                assert said.count("error: ") == 1 and str(disk) in said and "No space left on device" in said
+                assert said.partition("error: ")[2].count("\n") <= 2 and "Traceback" not in said
+            assert damaged(disk) == []
+            assert call([])[0] == 0, write
+            assert {path.name for path in disk.rglob("*")} == written

@@ -105,6 +105,22 @@ def test_every_damaged_file_is_noticed(saved, damage):
         assert verify_checkpoint(saved) is None
 
 
+def test_a_failure_that_does_not_name_the_disk_says_how_much_is_free(run, tmp_path, monkeypatch):
+    def full(*arguments, **keywords):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    assert " MB free on the disk)" in run.save(tmp_path) and list_checkpoints(tmp_path) == []
+
+
+def test_a_bit_that_flips_anywhere_in_the_manifest_is_noticed(saved):
+    manifest = saved / "MANIFEST.json"
+    content = manifest.read_bytes()
+    for place, byte in enumerate(content):
+        manifest.write_bytes(content[:place] + bytes([byte ^ 1 << place % 8]) + content[place + 1 :])
+        assert verify_checkpoint(saved) is not None, (place, content[place - 9 : place + 9])
+
+
 def test_manifest_that_points_outside_is_refused(saved):
     manifest = json.loads((saved / "MANIFEST.json").read_text())
     manifest["files"]["../secret"] = {"size": 0, "sha256": ""}

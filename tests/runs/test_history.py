@@ -50,6 +50,17 @@ def test_a_line_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path):
     assert [record["step"] for record in read_history(tmp_path / HISTORY)] == [1, 6]
 
 
+def test_what_a_full_disk_does_not_take_follows_with_a_later_line(tmp_path, files_no_larger_than):
+    history = History(tmp_path, first_step=0)
+    history.add(1, {"a": 1})
+    with files_no_larger_than((tmp_path / HISTORY).stat().st_size + 10):
+        history.add(2, {"a": 2})
+        history.add(3, {"a": 3})
+        assert [record["step"] for record in read_history(tmp_path / HISTORY)] == [1]
+    history.add(4, {"a": 4})
+    assert read_history(tmp_path / HISTORY) == history.records and len(history.records) == 4
+
+
 def test_other_processes_write_nothing(tmp_path):
     History(tmp_path, first_step=0, enabled=False).add(1, {"a": 1})
     assert not (tmp_path / HISTORY).exists()

@@ -1,7 +1,6 @@
 """How a script becomes a set of connected processes: the Accelerator, CPU threads, and refused launches."""
 
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +17,9 @@ from accelerate.utils import (
     broadcast_object_list,
     gather_object,
 )
-from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.core.errors import FailedElsewhere, LostProcess, UserError, memory_problem, one_line
+from utils.core.errors import FailedElsewhere, LostProcess, UserError, disk_problem, memory_problem, one_line
 from utils.core.launcher import (
     asked_threads,
     check_precision,
@@ -34,7 +32,6 @@ from utils.core.limits import usable_cores
 from utils.core.waiting import LONGEST, Meeting, Waiting
 
 T = TypeVar("T")
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)  # what a user can mend
 _works_alone: ContextVar[str | None] = ContextVar("what this process does just now without the others", default=None)
 _MENDABLE, _BROKEN = "1", "2"  # before what a process tells the others: a UserError, or another one
 
@@ -156,13 +153,11 @@ def on_main_process(accelerator: Accelerator, what: str, function: Callable[...,
         try:
             with _alone(what):
                 function(*args, **kwargs)
-        except OSError as error:  # a full disk, say
-            failure = UserError(f"{error.strerror or error}: {error.filename or what}")
-            failure.__cause__ = None if error.errno in OF_THE_DISK else error
-        except SafetensorError as error:  # the same, met by its writer
-            failure = UserError(f"{error}: {what}")
         except Exception as error:
-            failure = _to_tell(error)
+            failure = _to_tell(error, what)
+            if failure is error and isinstance(error, OSError):
+                failure = UserError(f"{error.strerror or error}: {error.filename or what}")
+                failure.__cause__ = error
     _meet(accelerator, what, failure)
 
 
@@ -223,8 +218,8 @@ def agree(accelerator: Accelerator, what: str, problem: str | None, *, alike: bo
 @contextlib.contextmanager
 def together(accelerator: Accelerator, what: str, advice: str = "", *, alike: bool = True) -> Iterator[None]:
     """Around what each process does by itself, without a collective call: what fails on any fails on all of them, so that none
-    waits for one that has given up. Memory that runs out becomes a UserError that also says the `advice`; what is no UserError
-    is FailedElsewhere on the others. Every process must call it.
+    waits for one that has given up. A full disk becomes a UserError, and memory that runs out one that also says the `advice`;
+    what is no UserError is FailedElsewhere on the others. Every process must call it.
 
     `alike`: all of them work as long, and one that comes a collective timeout later than another hangs.
     """
@@ -233,7 +228,7 @@ def together(accelerator: Accelerator, what: str, advice: str = "", *, alike: bo
         with _alone(what):
             yield
     except Exception as error:
-        failure = _to_tell(error, advice)
+        failure = _to_tell(error, what, advice)
     _meet(accelerator, what, failure, alike=alike)
 
 
@@ -252,8 +247,11 @@ def needs_all(what: str) -> None:
         raise RuntimeError(f"{what} needs all processes, inside {alone!r}, at which each works alone")
 
 
-def _to_tell(error: Exception, advice: str = "") -> Exception:
-    """Memory that ran out as a UserError, which holds none of what took the memory; any other error as it is."""
+def _to_tell(error: Exception, what: str, advice: str = "") -> Exception:
+    """A full disk, and memory that ran out, as a UserError, which holds none of what took the memory; any other error as it
+    is."""
+    if (problem := disk_problem(error, what)) is not None:
+        return UserError(problem)
     if (problem := memory_problem(error)) is None:
         return error
     return UserError(f"{problem}; {advice}" if advice else problem)

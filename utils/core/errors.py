@@ -1,6 +1,7 @@
 """The one exception for mistakes that a user can mend, and what is said when memory runs out."""
 
 import contextlib
+import errno
 import textwrap
 from collections.abc import Callable, Iterator
 
@@ -21,6 +22,7 @@ _WORKERS = "a process that reads images ended: {}\nif memory, /dev/shm or open f
 _SHORT = dict.fromkeys(("DataLoader worker", "Communication with the workers", "items of ancdata"), _WORKERS) | {
     "can't start new thread": "{}\nraise `ulimit -u`, or the limit of processes of the container"
 }
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)  # what a user can mend
 _explain: Callable[[], str] | None = None
 
 
@@ -66,8 +68,10 @@ def in_full(error: BaseException) -> str:
 
 
 def shortage(error: Exception) -> UserError | None:
-    """For what is said where a machine gives no more, wherever the process is then: torch's handler of signals tells of a lost
-    worker of a loader. None for other errors, of a worker, too."""
+    """For what is said where a machine gives no more, wherever the process is then: a full disk; torch's handler of signals
+    tells of a lost worker of a loader. None for other errors, of a worker, too."""
+    if problem := disk_problem(error):
+        return UserError(problem)
     found = [said for words, said in _SHORT.items() if words in str(error) and not str(error).startswith("Caught ")]
     return UserError(found[0].format(one_line(error))) if found else None
 
@@ -77,6 +81,28 @@ def out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_RAN_OUT)
+
+
+def disk_problem(error: Exception, what: str = "") -> str | None:
+    """Returns one line about a disk that is full or must not be written; None for any other error. `what` was being done: it
+    stands there if the error names no file."""
+    if isinstance(error, OSError) and error.errno in OF_THE_DISK:  # of a copy, the second file is the new one
+        return ": ".join(filter(None, (error.strerror, str(error.filename2 or error.filename or what))))
+    _, of_disk, reason = str(error).partition("I/O error: ")
+    if of_disk and type(error).__name__ == "SafetensorError":  # the same, met by its writer
+        return ": ".join(filter(None, (reason, what)))
+    return None
+
+
+@contextlib.contextmanager
+def written(what: str) -> Iterator[None]:
+    """Turns a problem with the disk inside the block into a UserError, a line that names `what` if nothing else is named."""
+    try:
+        yield
+    except Exception as error:
+        if problem := disk_problem(error, what):
+            raise UserError(problem) from None
+        raise
 
 
 def memory_problem(error: Exception) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from utils.core.errors import explained
+from utils.core.errors import OF_THE_DISK, explained
 
 
 @contextlib.contextmanager
@@ -24,16 +24,35 @@ def whole_file(path: Path, *, durable: bool = False, shared: bool = False) -> It
         if durable:
             sync(draft)
         os.replace(draft, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno in OF_THE_DISK and error.filename is None:
+            error.filename = str(path)  # of a full disk, Python does not say where
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
 
 
-def write_json(path: Path, content: Any, *, shared: bool = False) -> None:
+def write_text(path: Path, text: str, *, shared: bool = False) -> None:
     """Writes a file as `whole_file` does. Raises OSError."""
     with whole_file(path, shared=shared) as draft:
-        draft.write_text(json.dumps(content, indent=2) + "\n")
+        draft.write_text(text)
+
+
+def write_json(path: Path, content: Any, *, shared: bool = False) -> None:
+    """Writes a file as `whole_file` does. Raises OSError."""
+    write_text(path, json.dumps(content, indent=2) + "\n", shared=shared)
+
+
+def append(path: Path, lines: bytes) -> None:
+    """Adds all of `lines` to the end of a file, or nothing. Raises OSError. What a kill leaves may end in half a line."""
+    with open(path, "ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            while lines:
+                lines = lines[file.write(lines) :]  # a disk may have room for a part
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from diffusers import DDPMPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
 from models.edm2_unet import EDM2UNet
 from models.guided_pipeline import ClassDDPMPipeline, EDM2Pipeline, LatentDDPMPipeline
 from utils.core import randomness
-from utils.core.errors import UserError, one_line, out_of_memory
+from utils.core.errors import UserError, one_line, out_of_memory, written
 from utils.core.files import sync, whole_file
 from utils.data.autoencoder import Autoencoder
 from utils.diffusion.ddpm import config_for_any, is_flow, predicts_clean_images
@@ -26,6 +26,7 @@ from utils.diffusion.sampling import Scheduler, full_precision
 from utils.diffusion.unet import plain_state_dict
 
 PIPELINE_INDEX = "model_index.json"
+DRAFT = ".tmp-export"  # in which a pipeline is written first
 MODELS = Path(__file__).parents[2] / "models"
 CONFIGS = ("unet/config.json", "scheduler/scheduler_config.json", "vae/config.json")
 # Nothing else of a run's folder goes to the Hub: no checkpoints, no logs, no options.
@@ -57,20 +58,22 @@ def export_pipeline(
     is fp32 under clean names. Everything is written into a hidden folder first and then moved file by file,
     model_index.json last, so that after a kill at any moment the old or the new weights load. Where an older pipeline of
     another network or schedule is in the way, it is withdrawn first (its model_index.json goes): weights never stand
-    beside a config that is not theirs. Call it on one process.
+    beside a config that is not theirs. Call it on one process. Raises UserError where the disk does not take it.
     """
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    draft = output_dir / ".tmp-export"
+    draft = output_dir / DRAFT
     shutil.rmtree(draft, ignore_errors=True)  # what an earlier kill left
     try:
-        _save_pipeline(_clean_copy(unet), scheduler, draft, class_names, autoencoder)
-        (draft / "README.md").write_bytes(card_text.encode())
+        with written(str(output_dir)):
+            _save_pipeline(_clean_copy(unet), scheduler, draft, class_names, autoencoder)
+            (draft / "README.md").write_bytes(card_text.encode())
+            files = sorted(path.relative_to(draft) for path in draft.rglob("*") if path.is_file())
+            for name in files:
+                (output_dir / name).parent.mkdir(parents=True, exist_ok=True)
         if any(_settings(output_dir / name) != _settings(draft / name) for name in CONFIGS):
             (output_dir / PIPELINE_INDEX).unlink(missing_ok=True)
-        files = sorted(path.relative_to(draft) for path in draft.rglob("*") if path.is_file())
         for name in sorted(files, key=lambda name: str(name) == PIPELINE_INDEX):
-            (output_dir / name).parent.mkdir(parents=True, exist_ok=True)
             sync(draft / name)  # or a power cut could leave the new name with no content
             os.replace(draft / name, output_dir / name)
     finally:
@@ -91,7 +94,7 @@ def check_export(unet: ModelMixin, scheduler: Scheduler, output_dir: Path | str)
     pass of one image twice. `unet` is as for `export_pipeline`; it and the random state are left as they were. Raises OSError
     when the disk does not take the weights.
     """
-    draft = Path(output_dir) / ".tmp-export"
+    draft = Path(output_dir) / DRAFT
     shutil.rmtree(draft, ignore_errors=True)  # what an earlier kill left
     try:
         with torch.random.fork_rng(devices=[]):

@@ -21,6 +21,7 @@ from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import Curve, plot
 from utils.diffusion.classes import classes_known
 from utils.diffusion.ddpm import predicts_clean_images
+from utils.diffusion.export import DRAFT
 from utils.diffusion.guidance import make_guided_prediction
 from utils.diffusion.model_card import facts_of_run, options_of_record
 from utils.diffusion.pipelines import image_shape, load_network, training_scheduler
@@ -72,11 +73,8 @@ def check_output(output_dir: Path, run: Path) -> None:
         raise UserError(
             f"--output_dir {output_dir} is the folder of a run, which is not overwritten\nchoose another --output_dir"
         )
-    if (
-        output_dir.is_dir()
-        and any(output_dir.iterdir())
-        and not any((output_dir / name).exists() for name in ("model_index.json", "sweep.json"))
-    ):
+    of_ours = ("model_index.json", "sweep.json", DRAFT)  # or folders without files, where the disk was full
+    if any(map(Path.is_file, output_dir.rglob("*"))) and not any((output_dir / name).exists() for name in of_ours):
         raise UserError(f"--output_dir {output_dir} has other files\nchoose another --output_dir")
     make_folder(output_dir, "--output_dir")
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 from torch.nn import functional
 
@@ -166,10 +166,10 @@ def _train(classifier: Classifier, images: ImageSet) -> float:
 
 def _save(classifier: Classifier, path: Path) -> None:
     """Complete or not at all; a cache that cannot be written is made again next time."""
-    with contextlib.suppress(OSError, SafetensorError):
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, shared=True) as draft:
-            save_file(classifier.state_dict(), draft, {"accuracy": json.dumps(classifier.accuracy)})
+            draft.write_bytes(save(classifier.state_dict(), {"accuracy": json.dumps(classifier.accuracy)}))
 
 
 def _load(classifier: Classifier, path: Path) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from utils.core.distributed import from_all, from_main_process, together, waited_for
 from utils.core.errors import UserError
@@ -190,11 +190,8 @@ def save_features(path: Path, features: FeatureSet, facts: dict) -> str:
     text = json.dumps(facts | {"pixels_sha256": features.pixels_sha256}, sort_keys=True)
     digest = tensors_sha256(tensors, text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with whole_file(path, shared=True) as draft:
-            save_file(tensors, draft, {"facts": text, "sha256": digest, "format": str(FORMAT)})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+    with whole_file(path, shared=True) as draft:
+        draft.write_bytes(save(tensors, {"facts": text, "sha256": digest, "format": str(FORMAT)}))
     return digest
 
 

@@ -13,6 +13,7 @@ from utils.core.errors import UserError
 from utils.runs.state import STATE, read_state
 
 MANIFEST = "MANIFEST.json"
+FORMAT = 1  # of the checkpoint
 OF_ANOTHER_SCRIPT = "it was written by another script, such as diffusers' train_unconditional.py"
 PRETRAINED = "start from the pipeline of that script with --pretrained, in another --output_dir"
 MODEL_WEIGHTS = "model.safetensors"
@@ -38,7 +39,8 @@ def verify_checkpoint(path: Path, *, every_byte: bool = True) -> str | None:
                 return f"{name} was changed or damaged after it was written (SHA-256 differs)"
         if missing := {STATE, MODEL_WEIGHTS} - dict(listed).keys():
             return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
-        read_state(path)
+        if (manifest["format"], manifest["step"]) != (FORMAT, read_state(path).step):
+            return f"{MANIFEST} was changed or damaged after it was written, or another version wrote it"
     except FileNotFoundError:
         if (path / "options.json").is_file() or (path / "model_index.json").is_file():
             return "it is no checkpoint, but the folder of a run or of a pipeline"

@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from utils.core.distributed import agree, made_on_main_process, on_main_process
-from utils.core.errors import UserError
+from utils.core.errors import UserError, disk_problem, one_line
 from utils.core.files import sync
 from utils.optim.ema import EMA
 from utils.optim.optimizers import change_settings, match_layouts, settings_of
 from utils.runs.checkpoint_files import (
+    FORMAT,
     MANIFEST,
     MODEL_WEIGHTS,
     REPLACED,
@@ -80,6 +81,10 @@ def save_checkpoint(
     final = output_dir / f"checkpoint-{state.step}"
     what = f"saving {final.name}"
 
+    def why_not(error: Exception) -> str:
+        free = shutil.disk_usage(output_dir).free / 1e6  # of which torch.save says nothing
+        return disk_problem(error) or f"{one_line(error)} ({free:.0f} MB free on the disk)"
+
     def clear() -> None:
         for leftover in output_dir.glob(".tmp-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -88,7 +93,7 @@ def save_checkpoint(
         try:
             _publish(temporary, final, state.step)
         except Exception as exception:
-            raise UserError(f"{type(exception).__name__}: {exception}") from exception
+            raise UserError(why_not(exception)) from exception
         with contextlib.suppress(OSError):  # the next save tries again
             prune_checkpoints(output_dir, total_limit, newest_step=state.step, keep_step=state.best_step)
 
@@ -98,7 +103,7 @@ def save_checkpoint(
         try:
             accelerator.save_state(str(temporary))  # makes the folder
         except Exception as exception:  # a full disk arrives as OSError, RuntimeError or SafetensorError
-            problem = f"rank {accelerator.process_index}: {type(exception).__name__}: {exception}"
+            problem = f"rank {accelerator.process_index}: {why_not(exception)}"
         agree(accelerator, what, problem)  # the main process writes the most
         on_main_process(accelerator, what, publish)
     except UserError as error:
@@ -114,7 +119,7 @@ def _publish(temporary: Path, final: Path, step: int) -> None:
         files[path.relative_to(temporary).as_posix()] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
         sync(path)
     manifest = temporary / MANIFEST
-    manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
+    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=2))
     sync(manifest)
     sync(temporary)
     replaced = final.with_name(REPLACED + final.name)

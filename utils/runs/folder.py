@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.core.entrypoint import at_end
 from utils.core.errors import UserError
-from utils.core.files import make_folder, read_json, write_json
+from utils.core.files import make_folder, read_json, write_json, write_text
 from utils.core.versions import git_commit, library_versions
 from utils.options.budget import repeating
 from utils.options.config_file import HIDDEN
@@ -186,7 +186,7 @@ class RunFolder:
     def release(self, exit_status: int) -> None:
         """Records how the run ended, since launchers return 1 whatever their processes return, and lets others in."""
         with contextlib.suppress(OSError):  # a full disk does not turn a finished run into a failed one
-            (self.path / EXIT_STATUS).write_text(f"{exit_status}\n")
+            write_text(self.path / EXIT_STATUS, f"{exit_status}\n")
         if self._lock is not None:
             self._lock.release()
 

@@ -1,5 +1,6 @@
 """What a run records of itself, beside the trackers: history.jsonl, one JSON object per line, from which the doctor reads."""
 
+import contextlib
 import json
 import math
 import re
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from utils.core.files import whole_file
+from utils.core.files import append, whole_file
 
 HISTORY = "history.jsonl"
 MOST = 20_000  # lines of a kind that are read
@@ -19,12 +20,14 @@ _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 
 class History:
-    """Appends to `output_dir/history.jsonl`; on the main process only (`enabled`). A full disk loses lines, not the run."""
+    """Appends to `output_dir/history.jsonl`; on the main process only (`enabled`). What a full disk does not
+    take follows with a later line; it ends no run."""
 
     def __init__(self, output_dir: Path, *, first_step: int, enabled: bool = True, name: str = HISTORY):
         """Keeps what was recorded up to `first_step` updates, and drops what a killed run recorded beyond; 0 keeps nothing."""
         self.path, self.enabled = output_dir / name, enabled
         self.records: list[dict] = []
+        self._unwritten = b""
         if not enabled:
             return
         if any(not _remains(line, first_step) for line in _lines(self.path)):
@@ -37,11 +40,10 @@ class History:
         if not self.enabled:
             return
         self.records.append({"step": step, "time": time.time(), **values})
-        try:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(to_json(self.records[-1])) + "\n")
-        except OSError:
-            pass  # the checkpoint that the same disk does not take is reported
+        self._unwritten += json.dumps(to_json(self.records[-1])).encode() + b"\n"
+        with contextlib.suppress(OSError):  # the checkpoint that the same disk does not take is reported
+            append(self.path, self._unwritten)
+            self._unwritten = b""
 
 
 def read_history(path: Path, most: int | None = MOST) -> list[dict]:

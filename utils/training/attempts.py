@@ -19,7 +19,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from utils.core.distributed import needs_all
 from utils.core.errors import FailedElsewhere, LostProcess, UserError, one_line
-from utils.core.files import whole_file
+from utils.core.files import write_text
 from utils.core.waiting import Meeting
 from utils.runs.state import TrainState
 
@@ -110,8 +110,7 @@ class Attempts:
         text = f"{what} after {step} updates, on rank {rank}\n\n" + "".join(traceback.format_exception(error))
         try:
             path.parent.mkdir(exist_ok=True)
-            with whole_file(path) as draft:
-                draft.write_text(text)
+            write_text(path, text)
         except OSError:  # a full disk
             return problem, ""
         return problem, path.name
