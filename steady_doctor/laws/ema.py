@@ -22,11 +22,12 @@ def _each(seen: Seen) -> Iterator[tuple[int, Average]]:
             yield update.number, average
 
 
-def _keeps(seen: Seen) -> list[tuple[int, float]]:
+def _keeps(seen: Seen, of_teachers: bool = False) -> list[tuple[int, float]]:
     """Of each recorded update with averages: the share that is kept, where all agree."""
     found = []
     for update in seen.recorded():
-        keeps = sorted(average.keep for average in update.averages if average.sum == 1 and not average.still)
+        averages = update.teachers if of_teachers else update.averages
+        keeps = sorted(average.keep for average in averages if average.sum == 1 and not average.still)
         if keeps and keeps[-1] - keeps[0] < 0.01:
             found.append((update.number, keeps[len(keeps) // 2]))
     return found
@@ -41,8 +42,9 @@ def shares(seen: Seen) -> Iterator[Found]:
 
 
 def exchanged(seen: Seen) -> Iterator[Found]:
-    """An average that forgets almost all in each update, or more and more of it."""
-    keeps = _keeps(seen)
+    """An average that forgets almost all in each update, or more and more of it. A teacher may be a copy, and is an average
+    where there is no other."""
+    keeps = _keeps(seen) or _keeps(seen, of_teachers=True)
     late = [(update, keep) for update, keep in keeps if update >= SETTLED]
     values = [keep for _, keep in keeps]
     if len(late) > 1 and all(1e-6 < keep < 1 - NEW for _, keep in late) and values[-1] - values[0] < RISES:
