@@ -33,6 +33,7 @@ class Average:
     sum: float = 1.0  # of the two shares
     still: bool = False  # it is written and stays what it was, though the parameter is another
     times: int = 1  # between how many backward passes of the update it was written
+    in_loss: bool = False  # a loss depends on it: a teacher's
 
 
 @dataclass
@@ -72,19 +73,19 @@ def identify_named(recorded: Recorded) -> list[Named]:
 
 
 def identify_averages(recorded: Recorded, loss: set[int]) -> list[Average]:
-    """`loss`: the indices of operations that a loss depends on; what is written there is no average, but the network's."""
+    """`loss`: the indices of operations that a loss depends on."""
     last: dict[tuple, Write] = {}
     intervals: dict[tuple, set[int]] = {}
     stepped = next((at for at, what in recorded.events if what == "stepped"), len(recorded.tape.ops))
     for write in recorded.tape.writes:
-        if write.place not in loss and write.op.index < stepped:  # what comes later has a name
+        if write.op.index < stepped:  # what comes later has a name
             place = write.place, write.shape
             last[place] = write
             intervals.setdefault(place, set()).add(_interval(recorded, write.op.index))
     found = _averages_of(recorded, list(last.values()))
-    for average, passes in zip(found, intervals.values()):
+    for average, (place, _), passes in zip(found, last, intervals.values()):
         if average is not None:
-            average.times = len(passes)
+            average.times, average.in_loss = len(passes), place in loss
     return [average for average in found if average is not None]
 
 

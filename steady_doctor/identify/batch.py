@@ -64,10 +64,11 @@ def identify_batch(recorded: Recorded, mixture: Mixture) -> Batch | None:
 
 
 def _counts_batches(op: Op) -> bool:
-    """Whether it is a batch norm in training mode with weights that nobody trains, and with statistics that it keeps."""
+    """Whether it is a batch norm in training mode with weights that get no gradient there, and statistics that it keeps."""
     if "batch_norm" not in op.name or op.args[5:6] != (True,) or op.args[1] is None or op.args[3] is None:
         return False
-    return dict(op.reads)[op.args[1].number].kind == "frozen"
+    kind = dict(op.reads)[op.args[1].number].kind
+    return kind == "frozen" or (kind == "unowned" and not op.with_grad)
 
 
 def _product(value: Tensor) -> Tensor:

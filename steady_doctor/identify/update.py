@@ -67,6 +67,7 @@ class Update:
     number: int
     gradient: Gradient
     averages: list[Average] = field(default_factory=list)
+    teachers: list[Average] = field(default_factory=list)  # those that a loss depends on
     named: list[Named] = field(default_factory=list)  # averages that the loop tells
     told: "ToldUpdate | None" = None
     weights_moved: float = 0.0  # outside of the optimizer's step: the distance over the size, of the parameter that moved most
@@ -82,7 +83,8 @@ def identify_update(recorded: Recorded) -> Update:
     update = Update(recorded.update, identify_gradient(recorded))
     roots = [root for roots in recorded.roots for root in roots]
     loss = {op.index for root in roots for op in recorded.tape.upstream(root)}
-    update.averages = identify_averages(recorded, loss)
+    for average in identify_averages(recorded, loss):
+        (update.teachers if average.in_loss else update.averages).append(average)
     update.by_itself = written_by_itself(recorded)
     update.normalized = recorded.normalized
     update.named = identify_named(recorded)

@@ -50,10 +50,15 @@ def range_(seen: Seen) -> Iterator[Found]:
         yield Found("data-range", update, figures)
     elif high - low < NARROW and (path is None or not path.single) and sum(clean.shape[0] for _, _, clean in looks) > 4:
         yield Found("data-nearly-one", update, figures | {"std": spread})
-    elif low >= -1e-3 and 0.5 < high <= 1 + 1e-3 and is_known and any(len(look[2].head.unique()) > 2 for look in looks):
+    elif low >= -1e-3 and _is_top(high) and is_known and any(len(look[2].head.unique()) > 2 for look in looks):
         yield Found("data-unsigned", update, figures)
     elif HALF[0] < -low < HALF[1] and HALF[0] < high < HALF[1]:
         yield Found("data-halved", update, figures)
+
+
+def _is_top(high: float) -> bool:
+    """Of images whose bytes were divided by 255, or by 127.5: 1 was not taken off."""
+    return 0.5 < high <= 1 + 1e-3 or abs(high - 2) < 1e-3
 
 
 def _has_no_range(looks: list[Figures]) -> bool:

@@ -23,11 +23,12 @@ def _each(seen: Seen) -> Iterator[tuple[int, Average]]:
             yield update.number, average
 
 
-def _keeps(seen: Seen) -> list[tuple[int, float, float]]:
+def _keeps(seen: Seen, of_teachers: bool = False) -> list[tuple[int, float, float]]:
     """Of each recorded update with averages: the smallest and the largest share that one of them keeps."""
     found = []
     for update in seen.recorded():
-        keeps = [average.keep for average in update.averages if average.sum == 1 and not average.still]
+        averages = update.teachers if of_teachers else update.averages
+        keeps = [average.keep for average in averages if average.sum == 1 and not average.still]
         if keeps:
             found.append((update.number, min(keeps), max(keeps)))
     return found
@@ -42,8 +43,9 @@ def shares(seen: Seen) -> Iterator[Found]:
 
 
 def exchanged(seen: Seen) -> Iterator[Found]:
-    """Averages that forget almost all in each update, or more and more of it, from when they are no copies any more."""
-    keeps = [each for each in _keeps(seen) if each[2] > NOTHING]
+    """Averages that forget almost all in each update, or more and more of it, from when they are no copies any more. A teacher
+    may be a copy, and is an average where there is no other."""
+    keeps = [each for each in _keeps(seen) or _keeps(seen, of_teachers=True) if each[2] > NOTHING]
     late = [(update, most) for update, _, most in keeps if update >= SETTLED]
     if len(late) > 1 and all(most < 1 - NEW for _, most in late) and keeps[-1][2] - keeps[0][2] < RISES:
         yield Found("ema-exchanged", late[0][0], {"keep": late[0][1]})

@@ -110,11 +110,13 @@ def factor(seen: Seen) -> Iterator[Found]:
 
 
 def stepped(seen: Seen) -> Iterator[Found]:
-    """A schedule is stepped, in the rhythm that its length is meant for."""
-    if not seen.ended or seen.updates < ENOUGH:
+    """A schedule is stepped, in the rhythm that its length is meant for. What is long over need not wait for the end."""
+    if seen.updates < ENOUGH:
         return
     for schedule in seen.history.schedules:
         figures = {"kind": schedule.kind, "steps": schedule.steps, "length": schedule.length, "updates": seen.updates}
+        if not seen.ended and schedule.steps <= LONG * (schedule.length or schedule.steps):
+            continue
         if not schedule.own:
             yield Found("rate-other-optimizer", seen.updates, figures)
         elif schedule.steps == 0:

@@ -75,7 +75,7 @@ def form(seen: Seen) -> Iterator[Found]:
     name = _known_slip(fits, weights)
     if name:
         yield Found("weight-min-snr", update, {"name": name, "target": fits})
-    elif slope[0] < -0.1 or slope[1] > STEEPEST.get(found.kind, 2.1):
+    elif slope[0] < -0.1 or slope[1] > (2.1 if "score" in fits else STEEPEST.get(found.kind, 2.1)):  # scores may be unweighted
         yield Found("weight-form", update, {"slope": slope, "target": fits})
 
 
@@ -100,6 +100,8 @@ def of_image(target: str, snr: Tensor, kind: str, scale: float) -> Tensor | None
         return snr + 1 / scale**2 if kind == "edm" else snr + 1
     if target in ("velocity", "backward"):
         return (1 + snr.sqrt()).square()
+    if target in ("score", "minus score"):
+        return {"vp": snr * (snr + 1), "ve": snr.square()}.get(kind)
     return None
 
 

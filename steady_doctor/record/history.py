@@ -13,6 +13,7 @@ MOST_RATES = 4096  # updates whose rates are kept; then only every second one, a
 MOST_STATES = 1 << 16  # states of a random generator that are kept
 MOST_UPDATES = 1024  # that are kept of one kind
 MOVED = 2e-5  # of the size of the weights; a merge that is undone changes 1e-7
+LENGTHS = ("T_max", "total_iters", "total_steps", "num_training_steps")  # what the length of a schedule is called
 PROBED = 16  # numbers of each of the weights that are compared
 
 
@@ -214,12 +215,9 @@ def _length(schedule: LRScheduler) -> int | None:
     is_rising = isinstance(schedule, LinearLR) and schedule.end_factor >= schedule.start_factor
     if is_rising or hasattr(schedule, "factor"):
         return None
-    for name in ("T_max", "total_iters", "total_steps"):
-        if isinstance(getattr(schedule, name, None), int):
-            return int(getattr(schedule, name))
-    for function in getattr(schedule, "lr_lambdas", ()):
-        if isinstance(found := _captured(function).get("num_training_steps"), int):
-            return found
+    for known in (vars(schedule), *map(_captured, getattr(schedule, "lr_lambdas", ()))):
+        if found := next((known[name] for name in LENGTHS if isinstance(known.get(name), int)), None):
+            return int(found)
     return None
 
 

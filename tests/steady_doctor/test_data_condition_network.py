@@ -125,9 +125,15 @@ def brighter(image):
     return image + torch.full_like(image, 90)
 
 
+def encoder(mode):
+    network = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)).train(mode)
+    return torch.no_grad()(lambda x: network(x).clamp(-1, 1))
+
+
 DATA = {
     "bytes": ({"image": lambda x: (x + 1) * 127.5}, "data-bytes"),
     "unsigned": ({"image": lambda x: (x + 1) / 2}, "data-unsigned"),
+    "1 not taken off": ({"image": lambda x: x + 1 + (1 - x.max())}, "data-unsigned"),
     "halved": ({"image": lambda x: x / 2}, "data-halved"),
     "nearly one": ({"image": lambda x: (x + 1) / 255 - 1}, "data-nearly-one"),
     "one image": ({"image": lambda x: x[:1].expand_as(x)}, "data-one-image"),
@@ -158,6 +164,8 @@ CONDITION = {
     "other loader, same order": ({"batches": endless, "label": lambda y: y}, ""),
 }
 NETWORK = {
+    "encoder in training mode": ({"image": encoder(True)}, "network-encoder-mode"),
+    "encoder": ({"image": encoder(False)}, ""),
     "level without effect": ({"network": lambda: Network(of_level=Times(lambda x: x.detach()))}, "network-level-ignored"),
     "evaluation mode": (
         {"network": lambda: Network(between=nn.Dropout(0.1)), "every": lambda step, network: network.train(step < 6)},

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from small_loops import C, Network, T, train, vp
+from small_loops import C, Network, T, column, train, vp
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -95,6 +95,23 @@ def test_an_average_that_warms_up_is_said_to_be_on_its_way(as_tensor):
 
     found, said = train(network, vp(network), updates=16, after=mix)
     assert found == [] and said.endswith("averages of 0.59 so far")  # 13 / 22, made before update 13
+
+
+@pytest.mark.parametrize(("keep", "codes"), [(0.95, []), (0.0, []), (0.05, ["ema-exchanged"])])
+def test_a_teacher_is_an_average_or_a_copy(keep, codes):
+    network = Twins()
+    teacher = copy.deepcopy(network).requires_grad_(False)
+
+    def loss_of(x0):
+        t, noise = torch.randint(1, 80, (len(x0),)), torch.randn_like(x0)
+        return mse_loss(network(x0 + column(t) * noise, t), teacher(x0 + column(t - 1) * noise, t - 1))
+
+    @torch.no_grad()
+    def mix():
+        for old, new in zip(teacher.parameters(), network.parameters()):
+            old.mul_(keep).add_(new, alpha=1 - keep)
+
+    assert train(network, loss_of, updates=24, after=mix)[0] == codes
 
 
 def test_an_average_that_is_copied_from_the_weights_to_the_weights():

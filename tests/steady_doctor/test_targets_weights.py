@@ -50,6 +50,20 @@ def test_the_weights_of_the_likelihood():
     assert found == ["weight-form"] and "errors weighed unequally" in said
 
 
+@pytest.mark.parametrize(("power", "codes"), [(2, []), (0, []), (-2, ["weight-form"])])
+def test_the_weights_of_a_score(power, codes):
+    network = Network()
+
+    def loss_of(x0):
+        t = torch.rand(len(x0)) * (1 - 1e-3) + 1e-3
+        bar = column(torch.exp(-0.5 * t**2 * (MOST - LEAST) - t * LEAST))
+        sigma, noise = (1 - bar).sqrt(), torch.randn_like(x0)
+        return (sigma**power * (network(bar.sqrt() * x0 + sigma * noise, 999 * t) + noise / sigma).square()).mean()
+
+    found, said = train(network, loss_of)
+    assert found == codes and "the score" in said
+
+
 @pytest.mark.parametrize("scale", [0.5, 1.0])
 def test_edms_target_asked_of_the_network_within(scale):
     network = Network()

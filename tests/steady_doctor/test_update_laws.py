@@ -307,6 +307,16 @@ def test_two_averages_are_judged_by_what_both_do(keep, found):
     assert list(codes(averaged=averaged, end=update, updates=22)) == found
 
 
+def cosine(total_steps):
+    return lambda step: 0.5 + 0.5 * math.cos(math.pi * step / total_steps)
+
+
+def test_a_schedule_that_is_long_over_need_not_wait_for_the_end():
+    for schedule in (lambda o: CosineAnnealingLR(o, 8), lambda o: LambdaLR(o, cosine(8))):
+        assert list(codes(schedule=schedule, updates=14, end=mix, ended=False)) == ["rate-schedule-short"]
+    assert codes(schedule=lambda o: LambdaLR(o, cosine(14)), updates=14, end=mix, ended=False) == {}
+
+
 def test_what_wrote_to_the_weights_is_named():
     assert "mul_" in codes(**FOUND["state-weights-written"])["state-weights-written"]["by"]
 
