@@ -12,7 +12,7 @@ from utils.core.errors import UserError
 from utils.options.flags import DDPMOptions, EDM2Options
 from utils.options.parser import parse_options
 from utils.options.paths import located
-from utils.runs.checkpoint_files import find_checkpoint
+from utils.runs.checkpoint_files import FORMAT, find_checkpoint
 from utils.runs.folder import RunFolder
 from utils.runs.start import Start, nothing_to_do, start_of
 
@@ -43,7 +43,7 @@ def checkpoint(folder: Path, step: int, best: int | None = None) -> None:
         file.name: {"size": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
         for file in path.iterdir()
     }
-    (path / "MANIFEST.json").write_text(json.dumps({"files": files}))
+    (path / "MANIFEST.json").write_text(json.dumps({"format": FORMAT, "step": step, "files": files}))
 
 
 def empty(folder: Path) -> None:

@@ -317,6 +317,12 @@ def test_a_schedule_that_is_long_over_need_not_wait_for_the_end():
     assert codes(schedule=lambda o: LambdaLR(o, cosine(14)), updates=14, end=mix, ended=False) == {}
 
 
+def test_statistics_that_stay_behind_are_seen_beside_those_of_other_networks():
+    other = nn.BatchNorm1d(5)
+    assert "ema-statistics" in codes(**LATER["ema-statistics"], updates=22)
+    assert other.num_features == 5  # it was there
+
+
 def test_what_wrote_to_the_weights_is_named():
     assert "mul_" in codes(**FOUND["state-weights-written"])["state-weights-written"]["by"]
 
