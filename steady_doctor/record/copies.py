@@ -91,8 +91,8 @@ class Copies:
 
     def _note_norms(self, norms: list[_NormBase], own: set[int]) -> None:
         mine = [norm for norm in norms if norm.weight is not None and key_of(norm.weight) in own]
-        others = [norm for norm in norms if norm not in mine]  # of an encoder, too
-        theirs = [norm for norm in others if any(torch.equal(_copied(norm), _copied(one)) for one in mine)]
+        sizes = {norm.num_features for norm in mine}
+        theirs = [norm for norm in norms if norm not in mine and norm.num_features in sizes]  # others are of an encoder, say
         is_pair = [norm.num_features for norm in mine] == [norm.num_features for norm in theirs]
         self._pairs: list[tuple[nn.Module, nn.Module]] = list(zip(mine, theirs)) if is_pair else []
         self._statistics = [(_copied(a), _copied(b)) for a, b in self._pairs]
