@@ -163,9 +163,10 @@ def written_by_itself(recorded: Recorded) -> tuple[str, ...]:
     tape = recorded.tape
     step = next((at for at, what in recorded.events if what == "step"), len(tape.ops))
     found, copied = {}, set()
+    lie_there = {op for parameter in recorded.parameters if (op := tape.op_of(parameter)) is not None}
     for op in tape.ops[:step]:
         writes, name = "trained" in op.changes, op.name.rstrip("_")
-        is_new = name in MIXES and bool(op.uses) and tape.is_of_averages(op)
+        is_new = op in lie_there and name in MIXES and tape.is_of_averages(op)  # other ones are the network's
         if not is_new and not (writes and name in {*MIXES, "copy"}):
             continue
         upstream = tape.upstream(op)

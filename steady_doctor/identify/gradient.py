@@ -179,11 +179,12 @@ def _at_step(recorded: Recorded, given: Tensor, was_given: Tensor, found: Gradie
 
 
 def _holds_what_stood(recorded: Recorded, given: Tensor) -> bool:
-    """Whether the optimizer got the sum of what the passes gave, and of what stood at the parameters before, or a multiple."""
+    """Whether the optimizer got the sum of what the passes gave, and of what stood at the parameters before; not where it may
+    as well have got a multiple of the former alone."""
     got, stood = recorded.at_step.rows, recorded.stood.rows
-    both = given + stood
-    share = (got * both).sum() / both.square().sum().clamp(min=1e-30)
-    return bool(stood.norm() > SEEN * both.norm()) and bool((got - share * both).norm() < SAME * got.norm())
+    share = (got * given).sum() / given.square().sum().clamp(min=1e-30)
+    is_its_own = bool((got - share * given).norm() < SEEN * got.norm())
+    return not is_its_own and bool((got - given - stood).norm() < SAME * got.norm())
 
 
 def _last_alone(recorded: Recorded, found: Gradient) -> bool:

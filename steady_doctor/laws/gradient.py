@@ -90,7 +90,7 @@ def missing(seen: Seen) -> Iterator[Found]:
     if len(known) < 2 or any(update.gradient.by_hand for update in known):
         return
     gradients = [update.gradient for update in known]
-    if all(one.passes and len(one.zero) == one.wanted and not one.cleared_at_step for one in gradients):
+    if all(one.passes and one.wanted and len(one.zero) == one.wanted and not one.cleared_at_step for one in gradients):
         yield Found("gradient-zero", known[0].number)
         return
     if not any(gradient.norm > 0 for gradient in gradients):

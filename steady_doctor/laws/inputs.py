@@ -52,10 +52,12 @@ def nothing(seen: Seen) -> Iterator[Found]:
 
 
 def clean(seen: Seen) -> Iterator[Found]:
-    """Noise is asked of a network that got none of it; at most the traces of an encoder's."""
+    """Noise is asked of a network that got none of it; at most the traces of an encoder's. A noisy image may be asked for."""
     has_traces = all(_has_traces(one.mixture) for _, one in seen.mixed())
     for update, one in seen.passes():
-        if one.noise_in_loss and has_traces:
+        rest = None if one.target is None else one.target.rest
+        is_image = rest is not None and float(rest.max()) < SECOND_NOISE
+        if one.noise_in_loss and has_traces and not is_image:
             yield Found("input-clean", update)
 
 

@@ -140,6 +140,28 @@ def test_gradients_that_were_asked_for_and_are_laid_beside_their_weights_by_hand
     assert watched(style, loss_of, 5)[0] == codes
 
 
+def test_gradients_of_one_number_are_those_of_their_update():
+    """Those of two updates are multiples of each other, whatever stood there when the second one began."""
+
+    class Gated(Network):
+        def __init__(self):
+            super().__init__()
+            self.gate = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, x, t):
+            return self.gate * super().forward(x, t)
+
+    def style(loss, updates):
+        network = Gated()
+        optimizer = torch.optim.SGD(network.parameters(), 1e-5)
+        for _ in range(updates):
+            optimizer.zero_grad()
+            loss(network, pictures()[torch.randint(0, 64, (8,))]).backward()
+            optimizer.step()
+
+    assert "gradient-left-over" not in watched(style, loss_of, 8)[0]
+
+
 def test_one_that_draws_nothing_by_torch_is_not_judged():
     drawn = torch.randn(64, 3, 8, 8).numpy()
 

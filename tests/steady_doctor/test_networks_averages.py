@@ -151,6 +151,24 @@ def test_an_average_that_is_made_anew_in_each_update(averaged, codes):
     assert train(network, vp(network), after=after)[0] == codes
 
 
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda w: w * 0.1 + w.detach() * 0.9,  # a tenth of the gradient
+        lambda w: w + (w.clamp(-1, 1) - w).detach(),  # straight through
+        lambda w: 0.5 * w + 0.5 * w.transpose(2, 3).transpose(2, 3),
+    ],
+)
+def test_a_network_that_makes_a_weight_of_itself_is_no_average(of):
+    class Shrunk(Network):
+        def forward(self, x, t):
+            hidden = torch.relu(nn.functional.conv2d(x, of(self.first.weight), padding=1) + self.embedding(t))
+            return self.last(hidden)
+
+    network = Shrunk()
+    assert "ema-is-the-network" not in train(network, vp(network))[0]
+
+
 def test_a_high_rate_of_large_weights_that_are_normalized_is_right():
     assert train(network := OfUnitWeights(), vp(network), rate=0.02)[0] == []
     assert "rate-high" in train(network := Network(), vp(network), rate=0.02)[0]

@@ -161,3 +161,14 @@ def test_images_with_the_traces_of_an_encoder_are_clean(noised, strength):
         return mse_loss(network(noisy if noised else latents, t), noise)
 
     assert train(network, loss_of)[0][:1] == ([] if noised else ["input-clean"])
+
+
+def test_a_noisy_image_may_be_asked_for():
+    """The pairs of Noise2Noise."""
+    network = Network()
+
+    def loss_of(images):
+        noisy = images + 0.1 * torch.randn_like(images)
+        return mse_loss(network(noisy, torch.zeros(len(images))), images + 0.1 * torch.randn_like(images))
+
+    assert "input-clean" not in train(network, loss_of)[0]
