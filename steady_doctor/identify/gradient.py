@@ -78,7 +78,8 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     _at_step(recorded, given, was_given, found)
     found.left_over |= _holds_what_stood(recorded, given)
     found.at_one_place = all(torch.equal(one.rows, recorded.weights[0].rows) for one in recorded.weights[: found.passes])
-    found.cleared_between = found.at_one_place and (_cleared_between(recorded) or _last_alone(recorded, found))
+    has_all = found.rest is not None and found.rest < SAME  # added up elsewhere, and laid beside the weights again
+    found.cleared_between = found.at_one_place and not has_all and (_cleared_between(recorded) or _last_alone(recorded, found))
     _operations(recorded, found)
     is_whole = all(recorded.roots)  # of many micro steps the first ones alone are recorded
     if recorded.kept and is_whole and not (dist.is_available() and dist.is_initialized()):
@@ -88,11 +89,11 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     trains = [reads and wanted for reads, wanted in zip(used, wants)]
     missing = (~recorded.at_step.there & ~was_given).tolist()
     found.without = tuple(k for k, is_missing in enumerate(missing) if trains[k] and is_missing)
-    may_be_chosen = _in_the_place_of_others(recorded)
+    may_be_chosen, in_layers = _in_the_place_of_others(recorded), _in_layers(recorded)
     found.zero = tuple(
         k
         for k, some in enumerate(gave_some.tolist())
-        if whole.zero[k] and trains[k] and not some and not may_be_chosen >> k & 1
+        if whole.zero[k] and trains[k] and not some and in_layers & ~may_be_chosen & 1 << k
     )
     found.unread = tuple(k for k, reads in enumerate(used) if not reads and wants[k])
     found.unused = _unused(recorded, found.unread, max((root.index for root in roots), default=0))
@@ -113,6 +114,14 @@ def _degrading(recorded: Recorded) -> int:
             for last in own:
                 degrading, otherwise = (degrading | last.uses, otherwise) if changes else (degrading, otherwise | last.uses)
     return degrading & ~otherwise
+
+
+def _in_layers(recorded: Recorded) -> int:
+    """Bits of the parameters that meet data; others may be in a loss alone, times 0, so that each process has a gradient."""
+    bits = 0
+    for op in recorded.tape.ops:
+        bits |= op.uses if op.content and op.shape else 0
+    return bits
 
 
 def _in_the_place_of_others(recorded: Recorded) -> int:

@@ -252,6 +252,28 @@ def normalize(now):
         layer.weight.copy_(layer.weight / layer.weight.norm(dim=1, keepdim=True))
 
 
+class Unused(Network):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(8, 8))
+
+    @staticmethod
+    def zero(now):
+        now.loss = now.loss + 0 * now.model.unused.sum()
+
+
+def keep(now):
+    """Gradients of each pass, beside the parameters, whose own are cleared."""
+    now.kept = [parameter.grad + kept for parameter, kept in zip(now.model.parameters(), now.kept or [0] * 9)]
+    now.optimizer.zero_grad()
+
+
+def give_back(now):
+    for parameter, kept in zip(now.model.parameters(), now.kept):
+        parameter.grad = kept
+    now.kept = None
+
+
 RIGHT = {
     "plain": {"end": mix},
     "micro steps, clipped once": {"passes": 3, "before_step": clip, "end": mix},
@@ -281,6 +303,8 @@ RIGHT = {
     "weights that are normalized": {"end": lambda now: (normalize(now), mix(now))},
     "copies that are trained": {"optimizer": masters, "before_step": give, "end": lambda now: (put_back(now), mix(now))},
     "no average": {"averaged": lambda m: None},
+    "unused parameters in the loss, times 0": {"network": lambda: Unused(), "loss": Unused.zero, "end": mix},
+    "gradients that are added up elsewhere": {"passes": 2, "backward": keep, "before_step": give_back, "end": mix},
 }
 
 
