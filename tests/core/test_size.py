@@ -22,7 +22,5 @@ def test_a_size_is_height_before_width(text, recorded, shape):
 
 @pytest.mark.parametrize("text", ["0", "64x", "x64", "64x0", "6.5", "64x32x3", "-8", "big", "64 96"])
 def test_other_texts_are_refused_in_one_line(text):
-    with pytest.raises(
-        UserError, match=r"--resolution must be a number of pixels up to 16384, or two as .*; got"
-    ):
+    with pytest.raises(UserError, match=r"--resolution must be a number of pixels up to 16384, or two as .*; got"):
         parse_options(DataOptions, "", [f"--resolution={text}"])
