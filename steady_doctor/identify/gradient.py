@@ -84,8 +84,15 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     is_whole = all(recorded.roots)  # of many micro steps the first ones alone are recorded
     if recorded.kept and is_whole and not (dist.is_available() and dist.is_initialized()):
         found.off_slope = _off_slope(recorded, given, was_given)
+    _by_parameter(recorded, found, wants, was_given, gave_some)
+    found.by_hand = whole.norm > 0 and not bool(gave_some.any())
+    return found
+
+
+def _by_parameter(recorded: Recorded, found: Gradient, wants: list[bool], was_given: Tensor, gave_some: Tensor) -> None:
+    """Which parameters have no gradient, or none but 0, and which of them no loss depends on."""
     roots = [root for roots in recorded.roots for root in roots]
-    used = [any(root.uses >> k & 1 for root in roots) for k in range(len(given))]
+    used = [any(root.uses >> k & 1 for root in roots) for k in range(len(wants))]
     trains = [reads and wanted for reads, wanted in zip(used, wants)]
     missing = (~recorded.at_step.there & ~was_given).tolist()
     found.without = tuple(k for k, is_missing in enumerate(missing) if trains[k] and is_missing)
@@ -93,13 +100,11 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     found.zero = tuple(
         k
         for k, some in enumerate(gave_some.tolist())
-        if whole.zero[k] and trains[k] and not some and in_layers & ~may_be_chosen & 1 << k
+        if recorded.gradients.zero[k] and trains[k] and not some and in_layers & ~may_be_chosen & 1 << k
     )
     found.unread = tuple(k for k, reads in enumerate(used) if not reads and wants[k])
     found.unused = _unused(recorded, found.unread, max((root.index for root in roots), default=0))
     found.copies = sum(bool(recorded.at_step.some[k]) for k in found.unread)
-    found.by_hand = whole.norm > 0 and not bool(gave_some.any())
-    return found
 
 
 def _degrading(recorded: Recorded) -> int:
