@@ -1,6 +1,7 @@
 """What the tests share: tiny runs of the training script, in this process or launched as a user would."""
 
 import contextlib
+import faulthandler
 import functools
 import hashlib
 import importlib
@@ -80,6 +81,15 @@ def pytest_runtest_protocol(item):
     result = yield
     started.unlink()
     return result
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node):
+    """For a debugger, pytest lets a test that failed take its time. What takes it apart may hang like any other."""
+    from _pytest.faulthandler import fault_handler_stderr_fd_key
+
+    if file := node.config.stash.get(fault_handler_stderr_fd_key, None):
+        faulthandler.dump_traceback_later(float(node.config.getini("faulthandler_timeout")), exit=True, file=file)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -116,7 +116,11 @@ class ForkServer:
             if run.poll() is None:
                 run.kill()
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:  # a library's thread may keep a process from ending
+            self._process.kill()
+            self._process.wait()
         self._process.stdout.close()
         self._outputs.cleanup()
 
@@ -188,3 +192,4 @@ if __name__ == "__main__":
     import_everything()
     if job := serve():
         become(**job)
+    os._exit(0)  # what was imported takes seconds to take apart, and some of its threads were seen not to end
