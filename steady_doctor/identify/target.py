@@ -143,9 +143,10 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
     here, above, below = known
     slope, before = (torch.where(step == 0, 0.0, difference / step) for difference in (above - here, here - below))
     largest = slope.abs().flatten(1).amax(1).reshape(-1, *[1] * (slope.ndim - 1)) if slope.ndim > 1 else slope.abs()
-    if bool(largest.any()) and bool(((slope - before).abs() <= QUADRATIC * largest).all()):
-        counts = slope.abs() > 1e-4 * largest  # of its own sample: weights may span many orders
-        wanted = torch.where(counts, value - here / torch.where(counts, slope, 1.0), torch.nan)
+    counts = slope.abs() > 1e-4 * largest  # of its own sample: weights may span many orders
+    wanted = torch.where(counts, value - here / torch.where(counts, slope, 1.0), torch.nan)
+    is_quadratic = bool(largest.any()) and bool(((slope - before).abs() <= QUADRATIC * largest).all())
+    if is_quadratic and _is_least(tape, root, output, torch.where(counts, wanted, value), here * counts):
         found = Target(output, layers, "squared", wanted, torch.where(counts, slope, 0.0))
     else:
         wanted = _compared(tape, root, output, value)
@@ -218,6 +219,13 @@ def _compared(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
         if float((again - wanted)[counts].norm()) <= BESIDE * float((wanted - here)[counts].norm()):
             return found  # else it is no line, number by number: a spectrum, say
     return None
+
+
+def _is_least(tape: Tape, root: Op, output: Op, value: Tensor, here: Tensor) -> bool:
+    """Whether the gradient is 0 there, beside that at the output: else an error counts in its neighbors', too, as in a loss of
+    edges."""
+    there = gradient_of(tape, root, output, value)
+    return there is not None and bool((there * (here != 0)).norm() <= 2 * QUADRATIC * here.norm())
 
 
 def _where_least(tape: Tape, root: Op, output: Op, wanted: Tensor, here: Tensor) -> Tensor | None:

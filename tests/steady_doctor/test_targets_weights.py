@@ -172,3 +172,15 @@ def test_a_noisy_image_may_be_asked_for():
         return mse_loss(network(noisy, torch.zeros(len(images))), images + 0.1 * torch.randn_like(images))
 
     assert "input-clean" not in train(network, loss_of)[0]
+
+
+@pytest.mark.parametrize(("asked", "codes"), [(lambda noise: noise, []), (lambda noise: noise.flip(0), ["target-other"])])
+def test_an_error_may_count_in_its_neighbors_too(asked, codes):
+    """A loss of edges."""
+
+    def with_edges(output, noise):
+        error = output - asked(noise)
+        return error.square().mean() + 0.1 * error.diff(dim=-1).square().mean()
+
+    found, said = train(network := Network(), vp(network, with_edges))
+    assert found == codes and ("variance-preserving path, epsilon" in said) == (not codes)
