@@ -129,13 +129,11 @@ def records_of(args: DiagnoseOptions) -> dict:
     """Returns the records (as in history.jsonl) that can be made of a dataset, and of a pipeline on it."""
     with loading_libraries(args):
         from utils.diagnostics.data_check import check_data
-        from utils.diagnostics.data_checks.checks import look_at
-        from utils.diagnostics.data_checks.sample import Sample
+        from utils.diagnostics.data_checks.kept import records_of_images
 
     if args.pipeline is None:
         images = load(args, args.resolution, args.image_channels)
-        checks = look_at(Sample.of(images), args.report_dir)
-        return {"data": check_data(images, seed=args.seed), "data_checks": checks}
+        return records_of_images(images, None, seed=args.seed, random_flip=None, folder=args.report_dir)
 
     import numpy as np
     import torch

@@ -12,10 +12,12 @@ Seconds are of processor time between the first and the last step of the optimiz
 
 import argparse
 import atexit
+import itertools
 import json
 import math
 import os
 import runpy
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 BATCH = 32
-WARM = 10  # updates that are not timed where one update is
+WARM = 10  # updates that do not count as usual ones
 Sampler = Callable[[int], torch.Tensor]  # how many -> images [n, 3, side, side] in [0, 1]
 
 
@@ -49,8 +51,7 @@ class Clock:
 
     def _tell(self) -> None:
         if len(self.times) > 1:
-            first = min(WARM, len(self.times) - 2)
-            each = (self.times[-1] - self.times[first]) / (len(self.times) - 1 - first)
+            each = statistics.median(b - a for a, b in itertools.pairwise(self.times[min(WARM, len(self.times) - 2) :]))
             figures = {"updates": len(self.times), "seconds": self.times[-1] - self.times[0], "seconds_of_update": each}
             self.told.write_text(json.dumps(figures))
 

@@ -152,10 +152,13 @@ class Trials:
         self.train(ROWS["train_ddpm.py"], 2, 0, self.timing / "network")
         return self.timing / "network/unet"
 
-    def seconds_of_update(self, name: str, seconds: float) -> float:
-        """By a run that is laid out for about so many `seconds` and stopped: what it does now and then, it does as often."""
-        row, guess = ROWS[name], max(WARM + TIMED + 1, round(8 * seconds))
-        return self.train(row, guess, 0, self.timing / name, WARM + TIMED)["seconds_of_update"]
+    def updates_in(self, name: str, seconds: float, longest: float) -> int:
+        """As many as fit, by a run that is laid out for about the `longest` seconds and stopped: what it does now and then, it
+        does as often. Its updates count as they were, with what comes often among the first ones alone; all others would be
+        like the median one."""
+        row, guess = ROWS[name], max(WARM + TIMED + 1, round(8 * longest))
+        told = self.train(row, guess, 0, self.timing / name, WARM + TIMED)
+        return max(2, told["updates"] + round((seconds - told["seconds"]) / told["seconds_of_update"]))
 
     def samples(self, name: str, seconds: float, updates: int, seed: int) -> tuple[Path, dict]:
         """(a folder of PNG files, what rivals.py told of their training)."""
@@ -198,13 +201,13 @@ def main() -> None:
     args = parse_args()
     trials = Trials(args)
     rows = args.rows or [name for name, row in ROWS.items() if row.driver in trials.paths]
-    costs = {name: trials.seconds_of_update(name, max(args.seconds)) for name in rows}
+    fitting = {each: trials.updates_in(*each, max(args.seconds)) for each in itertools.product(rows, args.seconds)}
     print("| row | seconds | updates | fd_randconv of each run | median | precision | recall | copies |\n" + "|---" * 8 + "|")
     curves: dict[str, list[float]] = {name: [] for name in rows}
     for seconds in args.seconds:
         runs = {}
         for seed, name in itertools.product(args.seeds, rows):  # all rows of a seed: a busy hour of the machine is everybody's
-            runs[name, seed] = trials.samples(name, seconds, max(2, round(seconds / costs[name])), seed)
+            runs[name, seed] = trials.samples(name, seconds, fitting[name, seconds], seed)
         folders = [folder for folder, _ in runs.values()]
         quality = dict(zip(runs, trials.evaluate(folders, trials.reference)))
         copies = dict(zip(runs, trials.evaluate(folders, trials.data))) if trials.data != trials.reference else quality

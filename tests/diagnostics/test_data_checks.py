@@ -186,7 +186,8 @@ def test_the_record_becomes_findings_with_pictures(tmp_path, monkeypatch):
 
     monkeypatch.setitem(checks.CHECKS, broken, "data-mixed")
     images = image_set(planes(np.concatenate(damaged("bars"))), np.zeros(160, np.int64), ["a", "b"])
-    seen = checks.look_at(Sample.of(images.subset(range(120)), images.subset(range(120, 160)), False), tmp_path)
+    sample = Sample.of(images.subset(range(120)), images.subset(range(120, 160)), False)
+    seen = checks.record_of(checks.look_at(sample), tmp_path)
     classes = {"number": 2, "empty": 1, "counts": {"a": 160, "b": 0}}
     record = RunRecord(tmp_path, history=[{"step": 0, "data_checks": seen, "data": {"classes": classes}}])
     findings, judged = judge(record)

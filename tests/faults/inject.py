@@ -397,7 +397,7 @@ def signal_in_setup(step: int, value: str, function: str = "utils.data.dataset.l
 
 
 def signal_in_check(step: int, value: str) -> None:
-    signal_in_setup(step, value, "utils.diagnostics.data_check.check_data")
+    signal_in_setup(step, value, "utils.diagnostics.data_checks.kept.records_of_images")
 
 
 FUNCTIONS = (nan, hang, hang_unseen, hang_repeated, stop, hang_data, slow_compute, slow_data, nudge, flip, oom, oom_between)

@@ -25,7 +25,7 @@ from utils.data.color_modes import background_color
 from utils.data.columns import about_splits, find_labels
 from utils.data.decode import ImagePreparation, Range, cut, describe_remarks, header_of, prepared
 from utils.data.image_column import EncodedImages, find_image_column
-from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used, size_of
+from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used
 from utils.data.shards import patiently
 from utils.data.sources import contents_key, open_dataset
 from utils.data.stored_files import forget_archives, is_address
@@ -293,7 +293,8 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
         store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
         forget_archives()
         in_use = mark_used(folder, about)
-        notes += [*describe_remarks(store.packed.remarks), f"packed images: {describe_size(size_of(folder))} in {folder}"]
+        notes += describe_remarks(store.packed.remarks)
+        notes.append(f"packed images: {describe_size(len(store.packed.data))} in {folder}")
     else:
         store = DecodedImages(files, prepare, allowed)
     images = ImageSet(

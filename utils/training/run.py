@@ -20,9 +20,7 @@ from utils.core.signals import EXIT_STOPPED, StopSignal, leave_on_signal
 from utils.data.autoencoder import Autoencoder
 from utils.data.dataset import content_fingerprint
 from utils.data.training_data import TrainingData
-from utils.diagnostics.data_check import check_data
-from utils.diagnostics.data_checks.checks import look_at
-from utils.diagnostics.data_checks.sample import Sample
+from utils.diagnostics.data_checks.kept import records_of_images
 from utils.diagnostics.probe import examine
 from utils.diffusion.export import check_export
 from utils.diffusion.hub import check_hub, has_pipeline, push_to_hub
@@ -262,12 +260,11 @@ def _look_at_data(run: Run) -> None:
     data, objective = run.data, run.objective
     schedule = {"schedule": shape} if (shape := objective.schedule()) else {}
     with run.progress.part("checking the images"):
-        checked = check_data(data.training, seed=run.options.seed)
-        looked_at = look_at(Sample.of(data.training, data.validation, run.options.random_flip), run.output_dir)
+        sets, flip = (data.training, data.validation), run.options.random_flip
+        about = records_of_images(*sets, seed=run.options.seed, random_flip=flip, folder=run.output_dir)
     if data.encoded is not None:
-        checked["latent_spread"] = spread(data.encoded.autoencoder, data.encoded.latents)
-    about = {"data": checked, "data_checks": looked_at, "network": examine(objective, data.samples)}
-    run.doctor.record(run.state.step, about | schedule)
+        about["data"]["latent_spread"] = spread(data.encoded.autoencoder, data.encoded.latents)
+    run.doctor.record(run.state.step, about | {"network": examine(objective, data.samples)} | schedule)
 
 
 def _check_samples(options: RunOptions, training_images: int, objective: Objective) -> None:
