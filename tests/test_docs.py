@@ -48,6 +48,13 @@ def test_the_pages_are_there():
     assert {name for name in names if name.startswith("docs/")} == linked
 
 
+def test_the_architecture_names_each_file_of_the_rooms():
+    text = (ROOT / "docs/architecture.md").read_text()
+    for room in [path for path in (ROOT / "utils").iterdir() if (path / "__init__.py").exists()]:
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{room.name}/` |"))
+        assert [path.stem for path in room.glob("[!_]*.py") if f"`{path.stem}`" not in row] == [], room.name
+
+
 def test_recipes_say_what_they_need_and_what_to_expect():
     assert len(RECIPES) >= 7
     for recipe in RECIPES:
