@@ -105,3 +105,11 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
         if Path(script).stem in SCRIPTS and "--help" not in words:
             with patch("sys.argv", [script]):
                 importlib.import_module(Path(script).stem).parse_args(words[words.index(script) + 1 :])
+
+
+@of_pages
+def test_no_command_makes_images_in_the_folder_of_another(page):
+    """Who runs a page from its first line to its last is not refused."""
+    text = page.read_text().replace("\\\n", " ")
+    folders = re.findall(r"(?:generate|reconstruct_ema)\.py [^\n`]*--output_dir (\S+)", text)
+    assert len(folders) == len({*folders})
