@@ -104,7 +104,8 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
         script = next(word for word in words if word.endswith(".py"))
         if Path(script).stem in SCRIPTS and "--help" not in words:
             with patch("sys.argv", [script]):
-                importlib.import_module(Path(script).stem).parse_args(words[words.index(script) + 1 :])
+                options = importlib.import_module(Path(script).stem).parse_args(words[words.index(script) + 1 :])
+            assert options.without_effect() == []
 
 
 @of_pages

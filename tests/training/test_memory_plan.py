@@ -158,11 +158,13 @@ def test_which_errors_mean_that_memory_ran_out(error, expected):
 def test_a_dry_run_says_what_is_needed_and_touches_nothing(train_script, script_flags, capsys, monkeypatch, tmp_path):
     (tmp_path / "options.json").write_text("{}")
     flags = [*script_flags, "--dry_run", "--overwrite_output_dir", "--channels_last", "--gradient_checkpointing"]
+    flags += ["--eval_images", 50]
     for status, fits in ((0, "\nfits: "), (3, "does not fit: ")):
         assert train_script([*flags, "--output_dir", tmp_path]) == status
         said = capsys.readouterr().out
         for word in ("parameters", "gradients", "optimizer", "EMA", "activations", "predicted peak", "FLOPs per image", fits):
             assert word in said
+        assert "\nwarning: --eval_images has no effect without --eval_steps\n" in said
         assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
         monkeypatch.setattr(utils.training.memory_plan, "free_memory", lambda *_: MIB)
 

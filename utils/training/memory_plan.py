@@ -250,7 +250,8 @@ class MemoryPlan:
             carried = self._autoencoder.bytes if self._autoencoder else 0
             if options.max_train_steps:  # else their number depends on that of the images
                 print(DiskPlan(options, size, options.max_train_steps, autoencoder=carried).line(Path(options.output_dir)))
-            print(*foretold(vars(options), facts, schedule), sep="\n")
+            warnings = (f"warning: {useless}" for useless in options.without_effect())
+            print(*warnings, *foretold(vars(options), facts, schedule), sep="\n")
 
         on_main_process(self._accelerator, "predicting the memory of an update", write)
         return 0 if from_main_process(fits) else EXIT_DOES_NOT_FIT
