@@ -195,3 +195,10 @@ def test_a_network_made_for_gpus_is_warned_of_on_a_cpu(width, said, capsys):
     MemoryPlan(Accelerator(cpu=True), DDPMOptions(resolution=64, train_batch_size=2), make_network, None).settle()
     warned = capsys.readouterr().out
     assert said in warned and ("23.0 M parameters on a CPU" in warned) is bool(said)
+
+
+def test_the_small_network_that_is_named_suits_the_latents(capsys):
+    of_latents = SimpleNamespace(latent_shape=(4, 32, 32))
+    options = DDPMOptions(resolution=256, train_batch_size=2)
+    MemoryPlan(Accelerator(cpu=True), options, lambda _: nn.Conv2d(1600, 1600, 3), None, of_latents).settle()
+    assert "--model_preset small32 is made for CPUs" in capsys.readouterr().out

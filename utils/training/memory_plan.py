@@ -168,7 +168,8 @@ class MemoryPlan:
         with FakeTensorMode():
             parameters = sum(parameter.numel() for parameter in self._make_network(self._options).parameters())
         if parameters > MOST_ON_CPU:
-            preset = None if self._options.pretrained else small_preset(self._options.resolution)
+            height, width = (self._autoencoder.latent_shape if self._autoencoder else self._options.image_shape)[1:]
+            preset = None if self._options.pretrained else small_preset(f"{height}x{width}")
             advice = f"; --model_preset {preset} is made for CPUs" if preset else ""
             print(f"warning: {parameters / 1e6:.1f} M parameters on a CPU: an update can take minutes{advice}", flush=True)
 
