@@ -141,9 +141,8 @@ def records_of(args: DiagnoseOptions) -> dict:
     import torch
 
     from utils.data.augmentation import to_unit_range
-    from utils.diagnostics.probe import examine_modules, probe_network, probe_timesteps
-    from utils.diffusion.ddpm import describe_schedule, is_flow
-    from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
+    from utils.diagnostics.probe import examine_modules, probe_network
+    from utils.diffusion.ddpm import describe_schedule
     from utils.diffusion.pipelines import image_shape, load_unconditional, training_scheduler
     from utils.evaluation.newest import loadable
 
@@ -157,17 +156,11 @@ def records_of(args: DiagnoseOptions) -> dict:
     count = min(args.probe_images, len(images))
     chosen = np.linspace(0, len(images) - 1, count).astype(np.int64)  # spread over the set
     batch = to_unit_range(torch.from_numpy(images.fetch(chosen)).to(device), images.max_value)
-    probe = probe_network(unet, noise_scheduler, batch, args.seed)
-    timesteps = probe_timesteps(noise_scheduler.config.num_train_timesteps)
-    gap = {}
-    if not is_flow(scheduler_config):
-        plan = GapPlan(timesteps, args.seed, device, images_per_timestep=count)
-        gap = gap_by_timestep(denoiser_gap(unet, noise_scheduler, images, None, plan))
     return {
         "data": check_data(images, seed=args.seed),
         "schedule": describe_schedule(noise_scheduler),
         "network": examine_modules(unet),
-        "probe": probe | gap,
+        "probe": probe_network(unet, noise_scheduler, batch, args.seed),
     }
 
 

@@ -71,14 +71,14 @@ def synthetic_run(folder: Path, *, reports: int, layers: int = 60, layer_records
                 }
             lines.append({"step": step, "layers": rows})
     levels = range(0, 1000, 100)
-    gaps = [{"ideal_denoiser_gap": {str(t): (0.02 + 0.3 / k) * math.exp(-t / 300) for t in levels}} for k in (1, 4)]
-    known = {name: {str(t): math.exp(-t / 300) for t in levels} for name in ("error", "linear_error")}
+    errors = [{"error": {str(t): (0.02 + 0.3 / k) * math.exp(-t / 300) for t in levels}} for k in (1, 4)]
+    known = {"linear_error": {str(t): math.exp(-t / 300) for t in levels}}
     if reports:
         lines.insert(
             0, {"step": 0, "data": {"images": 1797, "duplicates": 3, "constant_share": 0.0, "mean": [0.31], "std": [0.6]}}
         )
         lines += [
-            {"step": 50 + (total - 50) * k, "probe": gap | known | {"timestep_response": 0.1}} for k, gap in enumerate(gaps)
+            {"step": 50 + (total - 50) * k, "probe": one | known | {"timestep_response": 0.1}} for k, one in enumerate(errors)
         ]
         figures = {"mean": -0.42, "std": 0.71, "saturated_share": 0.3, "pair_distance": 0.9}
         lines.append({"step": total, "samples": {"raw": figures, "ema": figures, "data": figures | {"mean": 0.31}}})

@@ -7,6 +7,8 @@ from steady_doctor.identify.mixed import LINEAR, Given, Mixture, beside, numel
 from steady_doctor.record.ops import PARAMETERS, Op
 from steady_doctor.record.tape import Tape
 
+FEWEST = 4  # samples whose levels tell that they are exchanged
+
 
 def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     """Notes what the network is told: the values of one number a sample through which all passes that it gets of the level."""
@@ -33,7 +35,8 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
         return
     # A network that is told two times, as those that go from one to the other, is told the level by one of them.
     follow = ((value, told) for value, told in found if told and _follows(told[0], mixture, value in of_each))
-    value, mixture.told = next(follow, found[0])
+    first = next(follow, found[0])
+    value, mixture.told = next((each for each in found if _are_of_others(each[1][:1], first[1][:1])), first)
     mixture.told_rounded = rounded[value]
     if not any(op.kind in PARAMETERS for op in tape.upstream(value)):  # else it is what a frozen network made of it
         mixture.embedding = tape.value(value)
@@ -62,6 +65,14 @@ def _follows(told: Tensor, mixture: Mixture, of_each: bool) -> bool:
     steps = told[torch.argsort(sigma)].diff()
     is_same = not bool(steps.any()) and float(sigma.max() - sigma.min()) > LINEAR * float(sigma.abs().max())
     return (of_each or not is_same) and bool((steps >= 0).all() or (steps <= 0).all())
+
+
+def _are_of_others(told: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    """Whether these are the same numbers, but for a scale, in another order of the samples."""
+    one, other = ((x - x.mean()) / x.std().clamp(min=1e-30) for x in told + others) if told and others else (None, None)
+    if one is None or other is None or len(one) < FEWEST or not bool(one.any()):
+        return False
+    return torch.allclose(one.sort().values, other.sort().values, atol=LINEAR) and not torch.allclose(one, other, atol=0.1)
 
 
 def _passed_by_all(way: list[Op]) -> list[Op]:

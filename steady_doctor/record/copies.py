@@ -83,11 +83,12 @@ class Copies:
 
     def _note(self, tensor: Tensor, values: Tensor, places: list[int]) -> bool:
         layout = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
-        for k in places:
-            if torch.equal(values, self.starts[k].to(tensor.dtype).double()):
-                self.all.append(Copy(k, StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.device, layout, values))
-                return True
-        return False
+        equal = [k for k in places if torch.equal(values, self.starts[k].to(tensor.dtype).double())]
+        if equal:  # layers may begin alike: then each has a copy
+            times = [copy.parameter for copy in self.all]
+            k = min(equal, key=times.count)
+            self.all.append(Copy(k, StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.device, layout, values))
+        return bool(equal)
 
     def _note_norms(self, norms: list[_NormBase], own: set[int]) -> None:
         mine = [norm for norm in norms if norm.weight is not None and key_of(norm.weight) in own]

@@ -15,7 +15,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steady_doctor.record.ops import PICKS, Op, Ref, Traits, Write, draws, is_unwritten, tensors_in, written_by
+from steady_doctor.record.ops import (
+    PARAMETERS,
+    PICKS,
+    Op,
+    Ref,
+    Traits,
+    Write,
+    draws,
+    takes_shapes_alone,
+    tensors_in,
+    written_by,
+)
 from steady_doctor.record.replay import Replay
 from steady_doctor.record.samples import sample
 
@@ -131,8 +142,10 @@ class Tape(Replay, TorchDispatchMode):
             keys.add(key := key_of(tensor))
             maker = self._makers.get(number) or self._source(tensor, number, key, id(tensor) in targets)
             writer = self._writers.get(key, maker)
-            reads[number] = last = writer if writer.index > maker.index else maker  # a view is younger than what it shows
+            last = writer if writer.index > maker.index else maker  # a view is younger than what it shows
             needs[last] = needs[maker] = None
+            is_parameter = maker.kind in PARAMETERS and isinstance(tensor, torch.nn.Parameter)
+            reads[number] = maker if is_parameter else last  # it is one, whatever was written to it
             if written and id(tensor) in targets and writer in self.held:  # a layer's output that is written over
                 self.held[writer] = self.held[writer].clone()
         op.reads = tuple(reads.items()) if len(reads) == len(given) and not written else tuple((n, reads[n]) for _, n in given)
@@ -186,7 +199,7 @@ class Tape(Replay, TorchDispatchMode):
 
     def _follow(self, op: Op, reads: tuple[tuple[int, Op], ...]) -> None:
         """What the value depends on."""
-        if is_unwritten(op.name):
+        if takes_shapes_alone(op.name):
             return
         of_content = [last for _, last in reads]
         for last in of_content:
@@ -215,7 +228,7 @@ class Tape(Replay, TorchDispatchMode):
         """A draw is a source, unless it changes what it reads, as dropout does: then what came out is kept. Numbers that are
         drawn by weights, as timesteps by their losses, are a draw."""
         value = (made or written)[0]
-        if op.content and not (written or op.name.endswith("_like") or op.name == "multinomial"):
+        if op.content and not (written or op.name == "multinomial"):
             if not op.behind:
                 self.held[op] = value
         elif not op.uses:

@@ -59,7 +59,7 @@ def test_a_healthy_run_has_no_findings_and_a_report(healthy, train, flags, capsy
     status, output = run_doctor(capsys, "--pipeline", healthy, "--dataset_name", "digits", "--cache_dir", cache, "--json")
     found = json.loads(output)
     assert status == 0 and "timestep-ignored" in found["healthy"]
-    assert found["probe"]["ideal_denoiser_gap"].keys() == found["probe"]["error"].keys()
+    assert found["probe"]["linear_error"].keys() == found["probe"]["error"].keys()
     assert found["data"]["images"] == 1797
     # Resuming halfway repeats nothing in the record.
     resume = [*flags, "--output_dir", healthy, "--resume_from_checkpoint", "checkpoint-30"]
@@ -141,16 +141,6 @@ def test_findings_are_counted_and_a_few_reports_are_said_to_be(tmp_path, capsys,
     assert "\n\n1 critical, 1 warning, 1 for information\nFAIL  lr-too-high: " in output
     assert "with fewer than 4 reports, what is OK now may still go wrong" in output
     assert "1 critical, 1 warning, 1 for information" in (tmp_path / "run" / "report.html").read_text()
-
-
-def test_a_figure_below_0_says_what_it_is_relative_to(tmp_path, capsys):
-    run = synthetic_run(tmp_path / "run", reports=3, samples=0)
-    with open(run / HISTORY, "a") as file:
-        file.write('{"step": 150, "probe": {"ideal_denoiser_gap_held_out": {"0": -997.0, "500": 0.25}}}\n')
-    said = "error minus that of the ideal denoiser, held-out images (below 0: better than it)"
-    _, output = run_doctor(capsys, run, "--all")
-    assert f"  {said}: 0: -997, 500: 0.25\n" in output
-    assert said in (run / "report.html").read_text()
 
 
 def test_a_run_that_cannot_be_written_is_diagnosed_all_the_same(tmp_path, capsys):

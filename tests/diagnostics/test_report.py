@@ -89,7 +89,7 @@ def run(tmp_path) -> Path:
 
 ALL_TITLES = """Findings, Loss, Training and validation loss, Loss by timestep, Gradient norm, Learning rate, Activations,
 Weights, Gradients, Updates, Distance from raw to EMA weights, EMA decay, Speed, Images per second, Waiting for data, After
-3000 updates, Over time, From noise to image, Figures of the samples after 3000 updates, Gap to the ideal denoiser,
+3000 updates, Over time, From noise to image, Figures of the samples after 3000 updates, Error by timestep,
 Checks on a real batch, Check of the data at the start, Pixels that the network is trained on, Set for this run, What
 followed from them"""
 
@@ -111,7 +111,7 @@ def test_a_full_run_has_every_section_in_order(run):
     assert re.search(r"--resolution</code></td><td[^>]*>16</td><td[^>]*>preset digits16", html)
     assert html.index("All other flags") < html.index("--seed</code>")
     # every plot says what healthy is, names its unit and its horizontal axis
-    assert html.count('class="frame"') == 15
+    assert html.count('class="frame"') == 14
     for figure in re.findall(r'<figure class="plot">.*?</figure>', html, re.S):
         if 'class="frame"' in figure:
             assert "Healthy:" in figure and 'class="y-label"' in figure and 'class="x-label"' in figure
@@ -126,7 +126,7 @@ SERIES = {
     "Waiting for data": "perf/data_wait",
     "Pixels that the network is trained on": "data/",
     "Activations": "layers",
-    "Gap to the ideal denoiser": "probe",
+    "Error by timestep": "probe",
     "Check of the data at the start": "data",
 }
 
@@ -189,7 +189,7 @@ def test_what_is_not_finite_is_marked(run):
             names = list(line["layers"])
             line["layers"][names[3]]["activation"] = "nan"
         if "probe" in line:
-            line["probe"]["ideal_denoiser_gap"]["300"] = "nan"
+            line["probe"]["error"]["300"] = "nan"
         return line
 
     rewrite(run, spoil)

@@ -291,10 +291,13 @@ def test_what_was_found_stands_in_the_record_of_the_run(folder, call, tmp_path, 
     assert not (tmp_path / "elsewhere" / "evaluation").exists() and not (tmp_path / "elsewhere" / "diagnosis.json").exists()
 
 
-def test_a_run_that_cannot_be_written_is_said_and_evaluated_all_the_same(folder, tmp_path, call, capsys):
+@pytest.mark.parametrize("elsewhere", [[], ["--output_dir", "out"]])
+def test_figures_that_cannot_be_written_are_printed(folder, tmp_path, monkeypatch, capsys, elsewhere):
     run = shutil.copytree(folder / "run", tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
-    (run / "evaluation").write_text("")  # in the place of a read-only folder, which stops no root
-    flags = ["--pipeline", run, "--dataset_name", "digits", *SAMPLING, "--no_classes", "--json"]
+    (run / "evaluation").write_text("")  # in the place of a full disk, and of a read-only folder, which stops no root
+    monkeypatch.chdir(tmp_path)
+    Path("out", "evaluation.json").mkdir(parents=True)
+    flags = ["--pipeline", run, "--dataset_name", "digits", *SAMPLING, "--no_classes", "--json", *elsewhere]
     evaluate.main(evaluate.parse_args([*map(str, flags), "--cache_dir", str(folder / "cache")]))
     said = capsys.readouterr()
     assert results(said.out)[0]["figures"]["findings"][0]["code"] == "samples-unlike-data"

@@ -151,6 +151,32 @@ def test_an_average_that_is_made_anew_in_each_update(averaged, codes):
     assert train(network, vp(network), after=after)[0] == codes
 
 
+def _add(weight):
+    weight.add_(1e-4 * torch.randn(weight.shape))
+
+
+def _set(weight):
+    weight.data = 0.999 * weight.data + 1e-4 * torch.randn(weight.shape)
+
+
+def _shrink(weight):
+    weight.mul_(0.999).add_(1e-4 * torch.randn_like(weight))
+
+
+@pytest.mark.parametrize("disturb", [_add, _set, _shrink])
+def test_noise_on_the_weights_is_no_noise_on_the_image_and_no_average(disturb):
+    """Langevin's dynamics; shrink and perturb."""
+    network = Network()
+
+    def after():
+        with torch.no_grad():
+            for weight in network.parameters():
+                disturb(weight)
+
+    found, said = train(network, vp(network), after=after)
+    assert found == ["state-weights-written"] and "variance-preserving path, epsilon" in said
+
+
 @pytest.mark.parametrize(
     "of",
     [

@@ -344,3 +344,16 @@ def test_an_offset_of_each_channel_is_part_of_the_noise(draw, codes):
 
     found, said = train(network, loss_of)
     assert found == codes and "variance-preserving path" in said
+
+
+@pytest.mark.parametrize(("told", "codes"), [(lambda t: t, []), (lambda t: t.flip(0), ["timestep-other"])])
+def test_each_part_of_a_network_is_told_the_levels_of_its_own_images(told, codes):
+    class Controlled(Network):
+        def __init__(self):
+            super().__init__()
+            self.control = Network()
+
+        def forward(self, x, t):
+            return super().forward(x, t) + self.control(x, told(t))
+
+    assert train(network := Controlled(), vp(network))[0] == codes

@@ -313,6 +313,18 @@ def test_what_is_wrong_is_found(code):
     assert code in codes(**FOUND[code] if code in FOUND else LATER[code] | {"updates": 22})
 
 
+def test_an_average_of_layers_that_begin_alike_has_all_of_them():
+    class Alike(Network):
+        def __init__(self):
+            super().__init__()
+            self.more = nn.ModuleList(copy.deepcopy(self.first) for _ in range(3))
+
+        def forward(self, x):
+            return super().forward(x) + sum(self.last(part(x)) for part in self.more)
+
+    assert [*codes(network=Alike, updates=22)] == ["ema-never-updated"]
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_not(name):
     assert codes(**{"updates": 22} | RIGHT[name]) == {}

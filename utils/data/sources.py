@@ -247,7 +247,8 @@ def _open_image_folder(options: DataOptions, folder: str, description: str | Non
     tree = scan(folder)
     images = ImageFolder(tree, folder, options.dataset_split)
     if options.on_bad_image == "fail" and (missing := images.missing(options.max_train_images)):
-        how = "".join(f"; {note}" for note in images.notes if " was read as " in note)  # perhaps in a wrong encoding
+        others = [note for note in images.notes if note not in (missing, images.missing())]  # one may be on a wrong encoding
+        how = "".join(f"; {note}" for note in others)
         raise UserError(f"{missing}{how}\nrepair the metadata, or use --on_bad_image replace")
     return OpenedDataset(images.dataset, tree.key(options.dataset_split), description or folder, images.notes)
 

@@ -22,7 +22,6 @@ from utils.data.training_data import Batch, TrainingSamples
 from utils.diffusion.classes import classes_known
 from utils.diffusion.ddpm import PREDICTION_TYPES, training_target
 from utils.diffusion.edm2 import EDM2Denoiser
-from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
 from utils.diffusion.objective import Objective
 from utils.diffusion.sampling import FINISHED_EDM, full_precision
 
@@ -279,28 +278,17 @@ def probe_network(
 def examine_network(
     unet: ModelMixin, noise_scheduler: DDPMScheduler | FlowScheduler, samples: TrainingSamples, validation: ImageSet
 ) -> dict:
-    """`probe_network` on a run's first images, and how far the network is from the best denoiser that there can be for its set.
-
-    However many are looked at, a micro batch at once goes through the network, or some small images: what trains can be
-    examined. The figures that need float64 are left out on a device without it (mps), and the comparison with the best denoiser
-    for flow matching, a network that is told classes, and latents, which are drawn anew in each pass.
-    """
+    """`probe_network` on a run's first images. However many are looked at, a micro batch at once goes through the network, or
+    some small images: what trains can be examined."""
     first, numbers = samples.first_batch(PROBE_IMAGES), torch.arange(min(len(validation), PROBE_IMAGES))
     clean_images = first.clean_images.cpu()
     held_out = samples.held_out(validation, numbers, clean_images.device) if len(numbers) else None
     others = None if held_out is None else held_out.clean_images
-    labels, classes = (None, None), classes_known(unet)
-    if classes:
+    labels: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if classes_known(unet):
         labels = first.labels, None if held_out is None else held_out.labels
     batch_size = probe_batch(samples.micro_batch_size, samples.shape)
-    found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size, labels)
-    has_ideal = isinstance(noise_scheduler, DDPMScheduler) and not classes and samples.encoded is None
-    if has_ideal and samples.device.type != "mps":
-        timesteps = probe_timesteps(noise_scheduler.config.num_train_timesteps)
-        plan = GapPlan(timesteps, samples.seed, samples.device, PROBE_IMAGES, batch_size)
-        gap = denoiser_gap(unet, noise_scheduler, samples.images, validation, plan, samples.random_flip)
-        found |= gap_by_timestep(gap)
-    return found
+    return probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size, labels)
 
 
 def _linear_error(noise_scheduler: DDPMScheduler | FlowScheduler, timestep: int, variance: float) -> float:

@@ -4,7 +4,6 @@ Labels are int64, -1 for no class. An EDM2 network takes them so; diffusers' UNe
 `num_class_embeds` numbers, and ours the last of them for no class, as DiT has (Peebles & Xie 2023).
 """
 
-import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +27,7 @@ def needed_classes(images: "ImageSet") -> int:
     """`count_classes`; raises UserError without labels."""
     classes = count_classes(images)
     if not classes:
-        why = "".join(f"; {note}" for note in images.notes if re.match("(?!packed).*(label|class|left out)", note))
+        why = "".join(f"; {note}" for note in images.notes)  # what was not used is among them
         raise UserError(
             f"--class_conditional needs class labels, and the data has none{why}\n"
             "put the images into one folder for each class, or name the column of the labels with --label_column"

@@ -176,17 +176,15 @@ def folder_of(name: str, output_dir: Path | None) -> Path | None:
 
 def save_result(output_dir: Path | None, results: list[dict], sheet: Image.Image | None) -> None:
     """Writes the last of the results, and the sheet of its closest pairs, beside those before it of the same folder; and what
-    was found, in the record of the run. A run that cannot be written is no reason to lose the figures, and is told on stderr.
-    Raises UserError where --output_dir does not take them."""
+    was found, in the record of the run. A folder that cannot be written is no reason to lose the figures, and is told on
+    stderr."""
     name = results[-1]["name"]
     folder, owner = folder_of(name, output_dir), run_of(name)
     try:
         if folder is not None:
             write_figures(folder, [each for each in results if folder_of(each["name"], output_dir) == folder], sheet)
     except OSError as error:
-        if output_dir:
-            raise UserError(f"cannot write {folder}: {error.strerror or error}\nchoose another --output_dir") from None
-        _tell(f"the figures are not saved: cannot write {folder}: {error.strerror or error}; set --output_dir to save them")
+        _tell(f"the figures are not saved: cannot write {folder}: {error.strerror or error}; another --output_dir saves them")
     if owner is not None:
         try:
             add_to_record(*owner, results[-1])

@@ -18,7 +18,7 @@ SMOOTHING = 30  # the smoothed curves average over about a thirtieth of the repo
 MAX_LAYER_RECORDS = 240  # of longer runs as many, evenly spread
 # A constant added to all keys changes no softmax: this bias has a gradient of zero, whatever is trained.
 WITHOUT_EFFECT = "to_k.bias"
-PROBED = ("error", "held_out_error", "linear_error", "ideal_denoiser_gap")  # plotted
+PROBED = ("error", "held_out_error", "linear_error")  # plotted
 
 
 class Curves:

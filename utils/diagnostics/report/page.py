@@ -76,8 +76,6 @@ PROBE_WORDS = {
     "errors_as/": "error if the output is read as ",
     "timestep_response": "change of the output for another timestep",
     "batch_response": "change of an output when its image is alone in the batch",
-    "ideal_denoiser_gap_held_out": "error minus that of the ideal denoiser, held-out images (below 0: better than it)",
-    "ideal_denoiser_gap": "squared distance to the ideal denoiser",
 }
 
 
