@@ -176,8 +176,8 @@ def load(args: DiagnoseOptions, resolution: int | str, image_channels: int) -> "
 
 def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOptions, report: Path | None) -> None:
     """What was looked at, with --all each check and figure; then the findings, with cause and fixes. `report`: the page."""
-    from utils.diagnostics.finding import CATALOG, told
-    from utils.diagnostics.rules.training import looks, measured
+    from utils.diagnostics.finding import CATALOG, printed_lines
+    from utils.diagnostics.rules.training import measured, recorded_updates
     from utils.runs.history import to_json
 
     found = {finding.code for finding in findings}
@@ -192,7 +192,7 @@ def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOp
     missing = {code for code in missing if not code.startswith("option-")}
     lines = _run_lines(record) if record.options else []
     lines.append(f"{len(healthy)} checks found nothing" + f", {len(missing)} had too few figures" * bool(missing))
-    if count := looks(record):
+    if count := recorded_updates(record):
         stages = ", ".join(measured(record)).replace("_", " ")
         lines.append(f"the training step was measured in {count} update{'s' * (count != 1)}: {stages}")
     lines += [f"report: {report}"] if report else []
@@ -200,7 +200,7 @@ def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOp
     print(*lines, sep="\n", end="\n\n")
     if args.all:
         print(*_all_lines(healthy, missing, figures), sep="\n", end="\n\n")
-    print(*told(findings), sep="\n")
+    print(*printed_lines(findings), sep="\n")
 
 
 def _all_lines(healthy: list[str], missing: set[str], figures: dict) -> list[str]:

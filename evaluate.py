@@ -44,7 +44,7 @@ def main(args: EvaluateOptions) -> None:
         from utils.core.distributed import make_accelerator, on_main_process
         from utils.evaluation.evaluator import Evaluation, refuse_too_few
         from utils.evaluation.reference import OriginalsOfRuns, find_reference, measure_reference
-        from utils.evaluation.results import read_results, refuse_to_compare, save_result, told
+        from utils.evaluation.results import printed_lines, read_results, refuse_to_compare, save_result
         from utils.evaluation.sources import find_sources
 
     accelerator = make_accelerator(
@@ -88,7 +88,7 @@ def main(args: EvaluateOptions) -> None:
 
     if accelerator.is_main_process:
         together = {"results": [*results, *earlier]}
-        print(json.dumps(together, indent=2) if args.json else "\n".join(told(results, earlier, args.output_dir)))
+        print(json.dumps(together, indent=2) if args.json else "\n".join(printed_lines(results, earlier, args.output_dir)))
 
 
 def store(reference: "Reference", path: Path) -> None:

@@ -37,7 +37,7 @@ from utils.diffusion import flow
 from utils.diffusion.classes import class_of_samples, classes_known, embedded, needed_classes, training_labels
 from utils.diffusion.ddpm import describe_schedule, loss_per_sample, loss_weights, scheduler_of, training_target
 from utils.diffusion.objective import CODE_LOADER, Losses, Objective
-from utils.diffusion.transforms import ToldUNet
+from utils.diffusion.transforms import ConditionedUNet
 from utils.diffusion.unet import make_unet, use_xformers
 from utils.optim.nonfinite import propagate_nonfinite, step_if_finite
 from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, set_learning_rate
@@ -57,25 +57,25 @@ class DDPM(Objective):
 
     def __init__(self, unet: nn.Module, options: DDPMOptions, device: torch.device, start: Pretrained | None = None):
         self.exported = unet
-        self.network = ToldUNet(unet) if options.augment_probability else unet
+        self.network = ConditionedUNet(unet) if options.augment_probability else unet
         self.options, self.classes = options, classes_known(unet)
         self.loader = CODE_LOADER if self.classes or options.vae else type(self).loader
         self.noise_scheduler = start.make_scheduler() if start else scheduler_of(vars(options))
         self.kept, self.notes = (start.kept, start.notes) if start else ({}, [])
-        self.seed, self.num_ranks = options.seed, options.ddpm_num_steps
+        self.seed, self.num_bins = options.seed, options.ddpm_num_steps
         if options.objective == "ddpm":
             self.weights = loss_weights(self.noise_scheduler, options.snr_gamma).to(device)
 
-    def draw(self, batch: Batch, places: Tensor | None = None) -> dict[str, Tensor]:
-        if places is None:
-            timesteps = randomness.integers(self.seed, "timesteps", batch.sample_numbers, self.num_ranks)
+    def draw(self, batch: Batch, quantiles: Tensor | None = None) -> dict[str, Tensor]:
+        if quantiles is None:
+            timesteps = randomness.integers(self.seed, "timesteps", batch.sample_numbers, self.num_bins)
         else:
-            timesteps = (places * self.num_ranks).long().to(batch.clean_images.device)
+            timesteps = (quantiles * self.num_bins).long().to(batch.clean_images.device)
         drawn = {"clean_images": batch.clean_images, "noise": batch.noise, "timesteps": timesteps}
         drawn |= {} if batch.transforms is None else {"transforms": batch.transforms}
         if not self.classes:
             return drawn
-        dropout = self.options.label_dropout if places is None else 0.0
+        dropout = self.options.label_dropout if quantiles is None else 0.0
         return drawn | {"labels": training_labels(self.seed, batch.sample_numbers, batch.classes(), dropout)}
 
     def losses(
@@ -96,11 +96,11 @@ class DDPM(Objective):
     def weigh(self, timesteps: Tensor) -> Tensor:
         return self.weights[timesteps]
 
-    def ranks(self, timesteps: Tensor, **_: Tensor) -> Tensor:
+    def bins(self, timesteps: Tensor, **_: Tensor) -> Tensor:
         return timesteps
 
     def path(self) -> list[float]:
-        return [t for t in (999, 750, 500, 250, 100, 50, 0) if t < self.num_ranks]
+        return [t for t in (999, 750, 500, 250, 100, 50, 0) if t < self.num_bins]
 
     def caption(self, timestep: float) -> str:
         return f"t={timestep:.0f}"
@@ -132,22 +132,22 @@ class Flow(DDPM):
 
     def __init__(self, *given: Any):
         super().__init__(*given)
-        self.num_ranks, self.levels = flow.LEVELS, (self.options.P_mean, self.options.P_std)
+        self.num_bins, self.levels = flow.LEVELS, (self.options.P_mean, self.options.P_std)
         if self.options.prediction_type == "sample":
             self.loader = CODE_LOADER
 
-    def draw(self, batch: Batch, places: Tensor | None = None) -> dict[str, Tensor]:
-        if places is None:
+    def draw(self, batch: Batch, quantiles: Tensor | None = None) -> dict[str, Tensor]:
+        if quantiles is None:
             sigmas = flow.training_sigmas(self.seed, batch.sample_numbers, *self.levels)
         else:
-            sigmas = flow.sigmas_at(places, *self.levels).float().to(batch.clean_images.device)
-        return super().draw(batch, places) | {"timesteps": sigmas * flow.LEVELS}
+            sigmas = flow.sigmas_at(quantiles, *self.levels).float().to(batch.clean_images.device)
+        return super().draw(batch, quantiles) | {"timesteps": sigmas * flow.LEVELS}
 
     def weigh(self, timesteps: Tensor) -> Tensor:
         return flow.weights(self.options.prediction_type, timesteps / flow.LEVELS)
 
-    def ranks(self, timesteps: Tensor, **_: Tensor) -> Tensor:
-        return flow.ranks(timesteps / flow.LEVELS, *self.levels)
+    def bins(self, timesteps: Tensor, **_: Tensor) -> Tensor:
+        return flow.bins(timesteps / flow.LEVELS, *self.levels)
 
 
 def new_objective(unet: nn.Module, options: DDPMOptions, device: torch.device, start: Pretrained | None = None) -> DDPM:

@@ -51,7 +51,7 @@ from utils.training.run import begin_run, claim_folder, load_data, start_process
 class EDM2(Objective):
     """The denoised image, by noise levels that weigh alike (Karras et al. 2024, section 2 and eq. 14)."""
 
-    level, num_ranks, loader = "sigmas", edm2.NOISE_RANKS, CODE_LOADER
+    level, num_bins, loader = "sigmas", edm2.NOISE_BINS, CODE_LOADER
     path, caption = staticmethod(path_timesteps), staticmethod(sigma_caption)
     network: edm2.EDM2Denoiser
 
@@ -63,13 +63,13 @@ class EDM2(Objective):
         self.kept, self.notes = (start.kept, start.notes) if start else ({}, [])
         self.after_step(None)
 
-    def draw(self, batch: Batch, places: Tensor | None = None) -> dict[str, Tensor]:
+    def draw(self, batch: Batch, quantiles: Tensor | None = None) -> dict[str, Tensor]:
         options, labels = self.options, batch.classes()
-        if places is None:
+        if quantiles is None:
             sigmas = edm2.training_noise_levels(options.seed, batch.sample_numbers, options.P_mean, options.P_std)
             labels = training_labels(options.seed, batch.sample_numbers, labels, options.label_dropout)
         else:
-            sigmas = edm2.noise_levels_at(places, options.P_mean, options.P_std).float().to(labels.device)
+            sigmas = edm2.noise_levels_at(quantiles, options.P_mean, options.P_std).float().to(labels.device)
         drawn = {"clean_images": batch.clean_images, "noise": batch.noise, "sigmas": sigmas, "labels": labels}
         return drawn | ({} if batch.transforms is None else {"transforms": batch.transforms})
 
@@ -80,8 +80,8 @@ class EDM2(Objective):
         denoised, uncertainty = network(noisy_images, sigmas, labels, **transforms)
         return edm2.losses_per_sample(denoised, clean_images, sigmas, uncertainty, self.options.sigma_data)
 
-    def ranks(self, sigmas: Tensor, **_: Tensor) -> Tensor:
-        return edm2.noise_ranks(sigmas, self.options.P_mean, self.options.P_std)
+    def bins(self, sigmas: Tensor, **_: Tensor) -> Tensor:
+        return edm2.noise_bins(sigmas, self.options.P_mean, self.options.P_std)
 
     def after_step(self, finite: Tensor | None) -> None:
         if self.options.force_weight_norm:

@@ -125,11 +125,6 @@ def draws(func: Any, args: tuple, kwargs: dict) -> bool:
     return bool(args[place] if place < len(args) else kwargs.get("dropout_p", default))
 
 
-def takes_shapes_alone(name: str) -> bool:
-    """Whether an operation of this name takes nothing but the shape of what it reads: its values do not depend on it."""
-    return name.endswith("_like") or name.startswith("new_")
-
-
 def is_unwritten(name: str) -> bool:
     """Whether an operation of this name gives memory as it is: what stands there is whatever was computed last."""
     return name.startswith(("empty", "new_empty"))

@@ -15,18 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steady_doctor.record.ops import (
-    PARAMETERS,
-    PICKS,
-    Op,
-    Ref,
-    Traits,
-    Write,
-    draws,
-    takes_shapes_alone,
-    tensors_in,
-    written_by,
-)
+from steady_doctor.record.ops import PARAMETERS, PICKS, Op, Ref, Traits, Write, draws, is_unwritten, tensors_in, written_by
 from steady_doctor.record.replay import Replay
 from steady_doctor.record.samples import sample
 
@@ -198,8 +187,8 @@ class Tape(Replay, TorchDispatchMode):
                 self.writes.append(Write(op, stood.index, result.shape, before, sample(result)))
 
     def _follow(self, op: Op, reads: tuple[tuple[int, Op], ...]) -> None:
-        """What the value depends on."""
-        if takes_shapes_alone(op.name):
+        """What the value depends on; of what is made in the shape of a parameter, nothing."""
+        if is_unwritten(op.name) or (op.name.endswith("_like") and reads[0][1].kind in PARAMETERS):
             return
         of_content = [last for _, last in reads]
         for last in of_content:
@@ -228,7 +217,7 @@ class Tape(Replay, TorchDispatchMode):
         """A draw is a source, unless it changes what it reads, as dropout does: then what came out is kept. Numbers that are
         drawn by weights, as timesteps by their losses, are a draw."""
         value = (made or written)[0]
-        if op.content and not (written or op.name == "multinomial"):
+        if op.content and not (written or op.name.endswith("_like") or op.name == "multinomial"):
             if not op.behind:
                 self.held[op] = value
         elif not op.uses:

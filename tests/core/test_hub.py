@@ -15,7 +15,7 @@ from datasets.exceptions import DatasetNotFoundError
 from hub_stand_in import hub_stand_in
 
 from utils.core.errors import UserError, in_full
-from utils.core.hub import log_in, no_such_path, told
+from utils.core.hub import log_in, no_such_path, reason_of
 from utils.data.sources import find_builder
 from utils.options.flags import DDPMOptions
 
@@ -158,7 +158,7 @@ def test_the_cause_is_told_wherever_it_stands_in_the_chain(causes, offline, mess
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
     for cause, error in pairwise(causes):
         error.__cause__ = cause
-    assert message in told(causes[-1], "some/thing", "dataset")
+    assert message in reason_of(causes[-1], "some/thing", "dataset")
 
 
 def test_the_advice_to_log_in_is_for_the_token_that_is_used(monkeypatch):
@@ -177,18 +177,18 @@ def test_the_advice_to_log_in_is_for_the_token_that_is_used(monkeypatch):
 @pytest.mark.parametrize("name", ["/no/where", "./runs", "../data", "runs/a/b", "~/photos"])
 def test_what_can_only_be_a_path_is_no_matter_of_the_hub(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert told(ConnectionError("no route"), name, "model") == "no such file or folder\ncheck the path"
+    assert reason_of(ConnectionError("no route"), name, "model") == "no such file or folder\ncheck the path"
 
 
 def test_a_mistyped_folder_may_look_like_a_name_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
-    told_of = told(ConnectionError("no route"), "runs/digits", "model")
+    told_of = reason_of(ConnectionError("no route"), "runs/digits", "model")
     assert told_of.startswith("no folder here has this name, and the Hub could not be reached, or the connection broke (")
     (tmp_path / "runs" / "digits").mkdir(parents=True)
     for name, offline in (("runs/digits", ""), ("./runs", "1")):
         monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-        told_of = told(ConnectionError("no route"), name, "model")
+        told_of = reason_of(ConnectionError("no route"), name, "model")
         assert told_of == "it is here, but no model is found in it (no route)\ncheck its files"
 
 
@@ -210,4 +210,4 @@ def test_the_address_of_a_page_of_the_hub_is_answered_with_its_name(name, advice
 
 def test_a_revision_that_a_dataset_lacks_is_named():
     error = DatasetNotFoundError("Revision 'v99' doesn't exist for dataset 'some/thing' on the Hub.")
-    assert told(error, "some/thing", "dataset") == "it has no revision v99\nset --dataset_revision to one that it has"
+    assert reason_of(error, "some/thing", "dataset") == "it has no revision v99\nset --dataset_revision to one that it has"

@@ -30,7 +30,7 @@ from utils.diagnostics.data_checks.checks import CHECKS
 from utils.diagnostics.diagnose import RULES, diagnose, judge
 from utils.diagnostics.finding import CATALOG
 from utils.diagnostics.rules.options import ROWS
-from utils.diagnostics.rules.training import looks, measured
+from utils.diagnostics.rules.training import measured, recorded_updates
 from utils.runs.record import RunRecord
 
 
@@ -300,8 +300,8 @@ def test_what_is_wrong_in_a_step_is_told_first_as_it_was_recorded():
     assert first.evidence == f"{first.observed}; declared: {first.declared}"
     assert first.title and first.cause and first.fixes and first.code not in CATALOG
     assert second.code == "data-range"
-    assert looks(record) == 2 and measured(record) == ["target", "gradient"]
-    assert codes(audited((), ("target",))) == [] and looks(run()) == 0
+    assert recorded_updates(record) == 2 and measured(record) == ["target", "gradient"]
+    assert codes(audited((), ("target",))) == [] and recorded_updates(run()) == 0
 
 
 def test_what_was_found_in_an_update_that_was_made_again_is_withdrawn():

@@ -17,8 +17,8 @@ from utils.diffusion.classes import training_labels
 from utils.diffusion.edm2 import (
     denoise,
     losses_per_sample,
+    noise_bins,
     noise_levels_at,
-    noise_ranks,
     training_noise_levels,
 )
 
@@ -92,7 +92,7 @@ def test_training_noise_is_log_normal_and_belongs_to_samples():
     assert stats.kstest(sigma.log().numpy(), stats.norm(-0.8, 1.6).cdf).pvalue > 0.01
     torch.testing.assert_close(training_noise_levels(0, numbers[500:600], -0.8, 1.6), sigma[500:600], rtol=1e-5, atol=0)
     spread = noise_levels_at((torch.arange(1001).double() + 0.5) / 1001, -0.8, 1.6)
-    ranks = noise_ranks(sigma, -0.8, 1.6)
+    ranks = noise_bins(sigma, -0.8, 1.6)
     assert (ranks.min(), ranks.max()) >= (0, 990) and ranks.float().mean().item() == pytest.approx(500, abs=10)
     np.testing.assert_allclose(spread.log(), stats.norm(-0.8, 1.6).ppf((np.arange(1001) + 0.5) / 1001), atol=1e-9)
 

@@ -78,7 +78,7 @@ def test_noise_levels_are_distributed_as_asked(mean, std):
     assert drawn.min() >= 0 and drawn.max() < 1
     wanted = stats.uniform(0, 1).cdf if mean is None else lambda sigma: stats.norm(mean, std).cdf(torch.logit(sigma))
     assert stats.kstest(drawn.numpy(), lambda sigma: wanted(torch.as_tensor(sigma))).pvalue > 1e-3
-    counts = torch.bincount(flow.ranks(drawn, mean, std), minlength=flow.LEVELS)
+    counts = torch.bincount(flow.bins(drawn, mean, std), minlength=flow.LEVELS)
     assert stats.chisquare(counts.reshape(50, -1).sum(1).numpy()).pvalue > 1e-3
     places = torch.linspace(0.001, 0.999, 101, dtype=torch.float64)
     assert (torch.as_tensor(wanted(flow.sigmas_at(places, mean, std))) - places).abs().max() < 1e-9

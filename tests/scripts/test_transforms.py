@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from models.edm2_unet import EDM2UNet
 from utils.diffusion.pipelines import load_network
-from utils.diffusion.transforms import Told
+from utils.diffusion.transforms import TransformEmbedding
 
 NETWORKS = {"train_ddpm.py": (UNet2DModel, TINY_NETWORK), "train_edm2.py": (EDM2UNet, TINY_EDM2_NETWORK)}
 IMAGES, LEVELS = torch.randn(3, 1, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([1.0, 2.0, 3.0])
@@ -24,14 +24,14 @@ def test_zeros_change_nothing_and_others_do(name):
     for parameter in unet.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))  # nothing is 0
     plain, names = unet(IMAGES, LEVELS).sample, unet.state_dict().keys()
-    told = Told(unet)
+    embedding = TransformEmbedding(unet)
 
     def output(numbers: torch.Tensor | None) -> torch.Tensor:
-        with told.told(numbers):
+        with embedding.given(numbers):
             return unet(IMAGES, LEVELS).sample
 
     assert torch.equal(output(torch.ones(3, 9)), plain)  # at the start
-    for parameter in told.parameters():
+    for parameter in embedding.parameters():
         parameter.fill_(0.3)
     numbers = torch.tensor([0.0, 1.0, 0.0])[:, None].expand(3, 9)
     changed = (output(numbers) - plain).flatten(1).abs().amax(1)

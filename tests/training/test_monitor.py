@@ -23,7 +23,7 @@ def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path, monkeypatch):
     """An update is judged by what its gradient is of, and shown by the other."""
     network, accelerator, state = torch.nn.Linear(2, 1), Accelerator(cpu=True), TrainState()
     shown = {}
-    objective = SimpleNamespace(network=network, num_ranks=20, ranks=lambda ranks: ranks, level="timesteps")
+    objective = SimpleNamespace(network=network, num_bins=20, bins=lambda bins: bins, level="timesteps")
     no_images = SimpleNamespace(bad_images=BadImages(0))
     run = SimpleNamespace(
         options=DDPMOptions(logging_steps=1, max_bad_steps=2),
@@ -51,7 +51,7 @@ def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path, monkeypatch):
     monitor.add_drawn({"clean_images": images, "noise": images, "timesteps": torch.arange(3)})
     (network(images).sum() * torch.nan).backward()
     weighted, trained = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5.0, torch.nan, 7.0])
-    monitor.add(Losses(trained, weighted), {"ranks": torch.tensor([0, 5, 19])})
+    monitor.add(Losses(trained, weighted), {"bins": torch.tensor([0, 5, 19])})
     gradients = run.clipping.clip(accelerator, list(network.parameters()))
     with monitor.optimizer_step(gradients):
         pass

@@ -36,10 +36,10 @@ def loading(what: str, name: str, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UserError(f"cannot load {what}: {told(error, name, kind)}") from error
+        raise UserError(f"cannot load {what}: {reason_of(error, name, kind)}") from error
 
 
-def told(error: BaseException, name: str, kind: str) -> str:
+def reason_of(error: BaseException, name: str, kind: str) -> str:
     """What to say of `error`, which came while `name`, a `kind` ("dataset" or "model"), was loaded; with advice if it is
     known."""
     from huggingface_hub import get_token

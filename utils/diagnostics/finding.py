@@ -53,7 +53,7 @@ def count_line(findings: Sequence[Finding]) -> str:
     return f"{critical} critical, {warnings} warning{'s' * (warnings != 1)}" + f", {info} for information" * bool(info)
 
 
-def told(findings: Sequence[Finding]) -> list[str]:
+def printed_lines(findings: Sequence[Finding]) -> list[str]:
     """Returns the findings as the doctor prints them, in lines. The first one is their number."""
     nothing = ": nothing found" * (not findings)
     return [count_line(findings) + nothing, *(line for finding in findings for line in described(finding))]

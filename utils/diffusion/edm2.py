@@ -14,10 +14,10 @@ from models.edm2_unet import EDM2UNet, MPFourier, MPLinear
 from models.edm_heun import preconditioning
 from utils.core import randomness
 from utils.diffusion.objective import Losses
-from utils.diffusion.transforms import Told
+from utils.diffusion.transforms import TransformEmbedding
 
 UNCERTAINTY_CHANNELS = 128
-NOISE_RANKS = 1000
+NOISE_BINS = 1000
 
 
 def training_noise_levels(seed: int, sample_numbers: torch.Tensor, mean: float, std: float) -> torch.Tensor:
@@ -25,14 +25,14 @@ def training_noise_levels(seed: int, sample_numbers: torch.Tensor, mean: float, 
     return (mean + std * randomness.normal(seed, "sigma", sample_numbers, (1,))[:, 0]).exp()
 
 
-def noise_levels_at(places: torch.Tensor, mean: float, std: float) -> torch.Tensor:
-    """sigma, float64 [B], below which a share of `places` (float64 [B] in (0, 1)) of the training's distribution lies."""
-    return (mean + std * torch.special.ndtri(places)).exp()
+def noise_levels_at(quantiles: torch.Tensor, mean: float, std: float) -> torch.Tensor:
+    """sigma, float64 [B], below which a share of `quantiles` (float64 [B] in (0, 1)) of the training's distribution lies."""
+    return (mean + std * torch.special.ndtri(quantiles)).exp()
 
 
-def noise_ranks(sigma: torch.Tensor, mean: float, std: float) -> torch.Tensor:
-    """Returns where in the training's distribution sigma [B] lies, int64 [B] in [0, NOISE_RANKS), each equally likely."""
-    return (torch.special.ndtr((sigma.log() - mean) / std) * NOISE_RANKS).long().clamp(0, NOISE_RANKS - 1)
+def noise_bins(sigma: torch.Tensor, mean: float, std: float) -> torch.Tensor:
+    """Returns where in the training's distribution sigma [B] lies, int64 [B] in [0, NOISE_BINS), each equally likely."""
+    return (torch.special.ndtr((sigma.log() - mean) / std) * NOISE_BINS).long().clamp(0, NOISE_BINS - 1)
 
 
 class Uncertainty(nn.Module):
@@ -57,7 +57,7 @@ class EDM2Denoiser(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(randomness.derive_seed(seed, "uncertainty"))
             self.uncertainty = Uncertainty()
-            self.transforms = Told(unet) if transforms else None
+            self.transforms = TransformEmbedding(unet) if transforms else None
         self.unet, self.sigma_data = unet, sigma_data
 
     def forward(
@@ -68,7 +68,7 @@ class EDM2Denoiser(nn.Module):
         transforms: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(D(x; sigma) [B, C, H, W], u(sigma) [B]), both float32, of x [B, C, H, W] and sigma [B]."""
-        with nullcontext() if self.transforms is None else self.transforms.told(transforms):
+        with nullcontext() if self.transforms is None else self.transforms.given(transforms):
             denoised = denoise(self.unet, noisy_images, sigma, self.sigma_data, class_labels)
         return denoised, self.uncertainty(sigma)
 

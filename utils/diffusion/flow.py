@@ -9,7 +9,7 @@ import torch
 from utils.core import randomness
 from utils.diffusion import edm2
 
-LEVELS = 1000  # timesteps reach to it; in the validation, ranks are below it
+LEVELS = 1000  # timesteps reach to it; in the validation, bins are below it
 LEAST_SIGMA = 0.05  # below which an error of the clean image weighs no more (Li & He 2025, algorithm 1)
 
 
@@ -20,16 +20,16 @@ def training_sigmas(seed: int, sample_numbers: torch.Tensor, mean: float | None,
     return _of_edm(edm2.training_noise_levels(seed, sample_numbers, mean, std))
 
 
-def sigmas_at(places: torch.Tensor, mean: float | None, std: float) -> torch.Tensor:
-    """Returns sigma, float64 [B], below which a share of `places` (float64 [B] in (0, 1)) of the training's lies."""
-    return places if mean is None else _of_edm(edm2.noise_levels_at(places, mean, std))
+def sigmas_at(quantiles: torch.Tensor, mean: float | None, std: float) -> torch.Tensor:
+    """Returns sigma, float64 [B], below which a share of `quantiles` (float64 [B] in (0, 1)) of the training's lies."""
+    return quantiles if mean is None else _of_edm(edm2.noise_levels_at(quantiles, mean, std))
 
 
-def ranks(sigma: torch.Tensor, mean: float | None, std: float) -> torch.Tensor:
+def bins(sigma: torch.Tensor, mean: float | None, std: float) -> torch.Tensor:
     """Returns where in the training's distribution sigma [B] lies, int64 [B] in [0, LEVELS), each equally likely."""
     if mean is None:
         return (sigma * LEVELS).long().clamp(0, LEVELS - 1)
-    return edm2.noise_ranks(sigma / (1 - sigma), mean, std)
+    return edm2.noise_bins(sigma / (1 - sigma), mean, std)
 
 
 def weights(prediction_type: str, sigma: torch.Tensor) -> torch.Tensor:

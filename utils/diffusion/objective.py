@@ -26,7 +26,7 @@ class Objective(ABC):
         network: what the optimizer trains, unwrapped; exported: the part of it that is averaged, sampled and published.
         noise_scheduler: of diffusers, what the pipeline is exported with.
         level: the name of the noise levels [B] among what `draw` gives.
-        num_ranks: `ranks` are below it.
+        num_bins: `bins` are below it.
         classes: how many the network knows; 0 for an unconditional one.
         kept: what a checkpoint needs of the pipeline that the run started from, beside the options; JSON.
         notes: what the user is told about it.
@@ -38,7 +38,7 @@ class Objective(ABC):
     exported: ModelMixin
     noise_scheduler: Scheduler
     level: str
-    num_ranks: int
+    num_bins: int
     classes: int = 0
     kept: Mapping[str, Any] = {}
     notes: Sequence[str] = ()
@@ -46,10 +46,10 @@ class Objective(ABC):
     predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     @abstractmethod
-    def draw(self, batch: Batch, places: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def draw(self, batch: Batch, quantiles: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """The arguments of `losses`: "clean_images" and "noise", each [B, C, H, W], and noise levels, [B], under `level`.
 
-        The levels are random, functions of the sample numbers. With `places` (float64 [B] in (0, 1), on the CPU) they are
+        The levels are random, functions of the sample numbers. With `quantiles` (float64 [B] in (0, 1), on the CPU) they are
         those below which that share of the training's levels lies, and nothing is random: for a validation.
         """
 
@@ -58,7 +58,7 @@ class Objective(ABC):
         """Of what `draw` gave. `network` is `network` or what wraps it."""
 
     @abstractmethod
-    def ranks(self, *_: Any, **drawn: Any) -> torch.Tensor:
+    def bins(self, *_: Any, **drawn: Any) -> torch.Tensor:
         """Returns where each noise level lies among the training's, int64 [B]: 0 is the least noise."""
 
     def after_step(self, finite: torch.Tensor) -> None:  # noqa: B027 (most recipes do nothing here)

@@ -16,7 +16,7 @@ from models.edm_heun import EDMHeunScheduler
 from models.flow_scheduler import FlowScheduler
 from utils.core.errors import UserError, in_full
 from utils.core.files import read_json
-from utils.core.hub import told
+from utils.core.hub import reason_of
 from utils.core.size import Size
 from utils.data.autoencoder import Autoencoder, Scale, autoencoder_of, load_autoencoder
 from utils.diffusion.ddpm import PREDICTION_TYPES, config_for_any, flow_config, is_flow, scheduler_of
@@ -223,7 +223,7 @@ def _index(pipeline: str) -> dict:
 
 
 def _cannot_load(pipeline: str, error: Exception) -> UserError:
-    return UserError(f"cannot load a pipeline from {pipeline}: {advice(pipeline) or told(error, pipeline, 'model')}")
+    return UserError(f"cannot load a pipeline from {pipeline}: {advice(pipeline) or reason_of(error, pipeline, 'model')}")
 
 
 def _index_if_any(pipeline: str) -> dict:

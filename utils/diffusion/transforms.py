@@ -16,7 +16,7 @@ from models.edm2_unet import EDM2UNet, MPLinear
 from utils.data.augmentation import TRANSFORM_NUMBERS
 
 
-class Told(nn.Module):
+class TransformEmbedding(nn.Module):
     """Of a UNet2DModel or an EDM2UNet. It adds 0 at first.
 
     Karras et al. 2022 have such a layer, and Karras et al. 2024 none: for an EDM2UNet it is one that keeps magnitude, with a
@@ -39,7 +39,7 @@ class Told(nn.Module):
             unet.time_embedding.register_forward_hook(self._add)
 
     @contextmanager
-    def told(self, numbers: torch.Tensor | None) -> Iterator[None]:
+    def given(self, numbers: torch.Tensor | None) -> Iterator[None]:
         """Inside, a pass of the network is told `numbers` float32 [B, 9]; None says zeros."""
         if numbers is not None:
             self._vectors = self.linear(numbers) if self.gain is None else self.linear(numbers, self.gain)
@@ -52,13 +52,13 @@ class Told(nn.Module):
         return output if self._vectors is None else output + self._vectors.to(output.dtype)
 
 
-class ToldUNet(nn.Module):
+class ConditionedUNet(nn.Module):
     """A UNet2DModel that is trained with transforms."""
 
     def __init__(self, unet: UNet2DModel):
         super().__init__()
-        self.unet, self.transforms = unet, Told(unet)
+        self.unet, self.transforms = unet, TransformEmbedding(unet)
 
     def forward(self, *given: torch.Tensor, transforms: torch.Tensor | None = None) -> object:
-        with self.transforms.told(transforms):
+        with self.transforms.given(transforms):
             return self.unet(*given)

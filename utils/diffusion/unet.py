@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from models.edm2_unet import PRESETS, EDM2UNet
 from utils.core.errors import UserError, in_full
-from utils.core.hub import told
+from utils.core.hub import reason_of
 from utils.core.randomness import derive_seed
 from utils.core.size import Size
 from utils.options.flags import DDPMOptions, EDM2Options
@@ -111,7 +111,7 @@ def read_config(network_class: type, options: DDPMOptions | EDM2Options, image_c
     try:
         config = dict(network_class.load_config(name, cache_dir=options.cache_dir))  # type: ignore[attr-defined]
     except OSError as error:
-        raise UserError(f"cannot read --model_config_name_or_path {name}: {told(error, name, 'model')}") from None
+        raise UserError(f"cannot read --model_config_name_or_path {name}: {reason_of(error, name, 'model')}") from None
     needed = network_class.__name__
     if config.get("_class_name", needed) != needed:
         raise UserError(

@@ -65,7 +65,7 @@ def read_results(path: Path) -> list[dict]:
         ) from None
 
 
-def told(results: list[dict], earlier: list[dict], output_dir: Path | None) -> list[str]:
+def printed_lines(results: list[dict], earlier: list[dict], output_dir: Path | None) -> list[str]:
     """Returns what evaluate.py prints of new results and of those before them, in lines."""
     notes = [text for result in results for text in result["figures"]["warnings"]]
     notes += [

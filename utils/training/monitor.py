@@ -35,7 +35,7 @@ class Monitor:
         least = LEAST_STREAMING if options.streaming else LEAST
         self._hang = HangWatch(run.output_dir, accelerator.process_index, accelerator.num_processes, *limits, least)
         self._rank_times = RankTimes(accelerator, self._hang.now)
-        self._statistics = StepStatistics(accelerator.device, objective.num_ranks)
+        self._statistics = StepStatistics(accelerator.device, objective.num_bins)
         self._dynamics = Dynamics(objective.network, measures_eagerly)
         num_parameters = sum(parameter.requires_grad for parameter in objective.network.parameters())
         counts = state.skipped_updates, state.scaler_skips, state.bad_in_a_row
@@ -106,7 +106,7 @@ class Monitor:
 
     def add(self, losses: Losses, drawn: dict[str, torch.Tensor]) -> None:
         """Those of a micro step, and what they are of."""
-        self._statistics.add_losses(losses.shown, self._run.objective.ranks(**drawn))
+        self._statistics.add_losses(losses.shown, self._run.objective.bins(**drawn))
         self._bad_updates.add_losses(losses.trained)
         if self._run.progress.awaits_loss:
             self._first_losses.append(losses.shown.detach())

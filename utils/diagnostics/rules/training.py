@@ -11,7 +11,7 @@ from utils.runs.record import RunRecord
 TEXTS = ("declared", "observed", "stage", "title", "cause")
 
 
-def looks(record: RunRecord) -> int:
+def recorded_updates(record: RunRecord) -> int:
     """Returns how many updates were looked at."""
     return len({step for step, audit in record.records("audit") if audit.get("measured")})
 
