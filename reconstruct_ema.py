@@ -1,7 +1,7 @@
 """Makes an EMA of any length from the snapshots of a run with --ema_type power.
 
-    python reconstruct_ema.py runs/digits-edm2 --width 0.15 --output_dir out
-    python reconstruct_ema.py runs/digits-edm2 --widths 0.02:0.25:0.01 --metric fd_randconv --output_dir out
+    python reconstruct_ema.py runs/digits-edm2 --width 0.15 --output_dir wider
+    python reconstruct_ema.py runs/digits-edm2 --widths 0.02:0.25:0.01 --metric fd_randconv --output_dir best
 
 The first command makes a pipeline with an EMA of the relative width 0.15 at the end of the training. --step chooses an
 earlier snapshot. The second command tries each width: it measures the distance between samples and training images. It

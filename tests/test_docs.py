@@ -48,6 +48,13 @@ def test_the_pages_are_there():
     assert {name for name in names if name.startswith("docs/")} == linked
 
 
+def test_the_architecture_names_each_file_of_the_rooms():
+    text = (ROOT / "docs/architecture.md").read_text()
+    for room in [path for path in (ROOT / "utils").iterdir() if (path / "__init__.py").exists()]:
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{room.name}/` |"))
+        assert [path.stem for path in room.glob("[!_]*.py") if f"`{path.stem}`" not in row] == [], room.name
+
+
 def test_recipes_say_what_they_need_and_what_to_expect():
     assert len(RECIPES) >= 7
     for recipe in RECIPES:
@@ -55,6 +62,10 @@ def test_recipes_say_what_they_need_and_what_to_expect():
         assert f"bash recipes/{recipe.name} " in comment, recipe
         assert all(f"{word}: " in comment for word in ("Hardware", "Time", "Expected")), recipe
         assert subprocess.run(["bash", "-n", recipe]).returncode == 0
+        _, _, *others = re.split(r"^(?:accelerate|python) ", recipe.read_text(), flags=re.MULTILINE)
+        for line in ("\nset -e\n", "--resume_from_checkpoint latest"):  # what follows needs a training that has finished
+            assert not others or line in recipe.read_text()
+        assert not any(":?" in other for other in others), "what is missing is said before the training"
 
 
 @of_pages
@@ -97,4 +108,13 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
         script = next(word for word in words if word.endswith(".py"))
         if Path(script).stem in SCRIPTS and "--help" not in words:
             with patch("sys.argv", [script]):
-                importlib.import_module(Path(script).stem).parse_args(words[words.index(script) + 1 :])
+                options = importlib.import_module(Path(script).stem).parse_args(words[words.index(script) + 1 :])
+            assert options.without_effect() == []
+
+
+@of_pages
+def test_no_command_makes_images_in_the_folder_of_another(page):
+    """Who runs a page from its first line to its last is not refused."""
+    text = page.read_text().replace("\\\n", " ")
+    folders = re.findall(r"(?:generate|reconstruct_ema)\.py [^\n`]*--output_dir (\S+)", text)
+    assert len(folders) == len({*folders})

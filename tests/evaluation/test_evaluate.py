@@ -1,6 +1,7 @@
 """evaluate.py as its users run it: pipelines and folders, stored references, two processes, bad input."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -165,6 +166,7 @@ def test_several_seeds_are_all_shown_with_mean_and_minimum(folder, call):
     output = call(*flags)
     assert "not saved" not in output
     assert f"fd_randconv over 2 seeds: mean {(first + second) / 2:.4g}, minimum {min(first, second):.4g}" in output
+    assert re.findall(r"^.* (seed \d):", output.rpartition("over 2 seeds")[2], re.MULTILINE) == ["seed 0", "seed 1"]
 
 
 def test_real_images_against_real_images_find_nothing(folder, call, monkeypatch):

@@ -158,11 +158,13 @@ def test_which_errors_mean_that_memory_ran_out(error, expected):
 def test_a_dry_run_says_what_is_needed_and_touches_nothing(train_script, script_flags, capsys, monkeypatch, tmp_path):
     (tmp_path / "options.json").write_text("{}")
     flags = [*script_flags, "--dry_run", "--overwrite_output_dir", "--channels_last", "--gradient_checkpointing"]
+    flags += ["--eval_images", 50]
     for status, fits in ((0, "\nfits: "), (3, "does not fit: ")):
         assert train_script([*flags, "--output_dir", tmp_path]) == status
         said = capsys.readouterr().out
         for word in ("parameters", "gradients", "optimizer", "EMA", "activations", "predicted peak", "FLOPs per image", fits):
             assert word in said
+        assert "\nwarning: --eval_images has no effect without --eval_steps\n" in said
         assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
         monkeypatch.setattr(utils.training.memory_plan, "free_memory", lambda *_: MIB)
 
@@ -193,3 +195,10 @@ def test_a_network_made_for_gpus_is_warned_of_on_a_cpu(width, said, capsys):
     MemoryPlan(Accelerator(cpu=True), DDPMOptions(resolution=64, train_batch_size=2), make_network, None).settle()
     warned = capsys.readouterr().out
     assert said in warned and ("23.0 M parameters on a CPU" in warned) is bool(said)
+
+
+def test_the_small_network_that_is_named_suits_the_latents(capsys):
+    of_latents = SimpleNamespace(latent_shape=(4, 32, 32))
+    options = DDPMOptions(resolution=256, train_batch_size=2)
+    MemoryPlan(Accelerator(cpu=True), options, lambda _: nn.Conv2d(1600, 1600, 3), None, of_latents).settle()
+    assert "--model_preset small32 is made for CPUs" in capsys.readouterr().out

@@ -84,7 +84,7 @@ def printed_lines(results: list[dict], earlier: list[dict], output_dir: Path | N
     for result in results:
         findings = [Finding(each["code"], each["severity"], each["evidence"]) for each in result["figures"]["findings"]]
         few = f" (with fewer than {MIN_VARIED} images, variety is not judged)" * (result["figures"]["rows"] < MIN_VARIED)
-        found += ["", f"{result['name']}:" + f" nothing found that looks like a collapse{few}" * (not findings)]
+        found += ["", f"{_title(result)}:" + f" nothing found that looks like a collapse{few}" * (not findings)]
         for finding in findings:
             found += ["", *described(finding)]
     return found

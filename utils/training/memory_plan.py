@@ -168,7 +168,8 @@ class MemoryPlan:
         with FakeTensorMode():
             parameters = sum(parameter.numel() for parameter in self._make_network(self._options).parameters())
         if parameters > MOST_ON_CPU:
-            preset = None if self._options.pretrained else small_preset(self._options.resolution)
+            height, width = (self._autoencoder.latent_shape if self._autoencoder else self._options.image_shape)[1:]
+            preset = None if self._options.pretrained else small_preset(f"{height}x{width}")
             advice = f"; --model_preset {preset} is made for CPUs" if preset else ""
             print(f"warning: {parameters / 1e6:.1f} M parameters on a CPU: an update can take minutes{advice}", flush=True)
 
@@ -250,7 +251,8 @@ class MemoryPlan:
             carried = self._autoencoder.bytes if self._autoencoder else 0
             if options.max_train_steps:  # else their number depends on that of the images
                 print(DiskPlan(options, size, options.max_train_steps, autoencoder=carried).line(Path(options.output_dir)))
-            print(*foretold(vars(options), facts, schedule), sep="\n")
+            warnings = (f"warning: {useless}" for useless in options.without_effect())
+            print(*warnings, *foretold(vars(options), facts, schedule), sep="\n")
 
         on_main_process(self._accelerator, "predicting the memory of an update", write)
         return 0 if from_main_process(fits) else EXIT_DOES_NOT_FIT
