@@ -89,6 +89,12 @@ def held_out(**more) -> RunRecord:
     return run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, **more})
 
 
+def pipeline(**errors) -> RunRecord:
+    """One whose network errs so much at two noise levels, where its scaled input errs by 1 and by 0.5."""
+    probe = {"error": errors["error"], "linear_error": {"100": 1.0, "900": 0.5}} | errors
+    return RunRecord(Path(), options={}, resolved={}, history=[{"step": 0, "probe": probe}])
+
+
 RISING = (0.5, 0.3, 0.25, 0.3, 0.4)  # the losses of validations
 
 # code -> (a run that must show it, one that just must not)
@@ -121,6 +127,10 @@ CASES = {
             run(probe={"errors_as": {"epsilon": by_level(0.9, 1.2), "v_prediction": by_level(0.9, 0.3)}}),
             run(probe={"errors_as": {"epsilon": by_level(0.5, 1.2), "v_prediction": by_level(0.9, 0.3)}}),
         ),
+    ],
+    "learned-nothing": [
+        (pipeline(error={"100": 1.1, "900": 0.6}), pipeline(error={"100": 0.9, "900": 0.6})),
+        (pipeline(error={"100": 1.1, "900": 0.6}), pipeline(error={"100": 1.1, "900": 0.6}, linear_error={})),
     ],
     "batch-norm": [(run(network={"batch_norms": ["norm"]}), run())],
     "attention-missing": [(run(network={"attention": 0}), run(network={"attention": 0, "attention_declared": False}))],

@@ -37,7 +37,7 @@ def judge(record: RunRecord) -> tuple[list[Finding], set[str]]:
 # gradients, or with NaN.
 RULES: tuple[Callable[[RunRecord], Found], ...] = (
     *(training.step_deviates, data.data_range, network.schedule, options.options_amiss, network.network_amiss),
-    *(network.sampler_mismatch, training.weights_shrinking, training.learning_rate),
+    *(network.sampler_mismatch, network.learned_nothing, training.weights_shrinking, training.learning_rate),
     *(network.batch_leak, network.timestep_ignored),
     *(training.fp16_scale, training.non_finite, data.data_damaged, data.data_blank, data.data_alike, data.data_checks),
     *(training.overfitting, data.class_empty, data.class_imbalance),

@@ -49,6 +49,20 @@ def sampler_mismatch(record: RunRecord) -> Found:
                 return
 
 
+def learned_nothing(record: RunRecord) -> Found:
+    """At no noise level the network predicts better than its scaled input does. Of a pipeline: of a run its losses tell."""
+    for step, probe in record.known("probe")[-1:]:
+        errors, of_input = probe.get("error", {}), probe.get("linear_error", {})
+        is_misread = any(isinstance(found, Finding) for found in sampler_mismatch(record))
+        if is_misread or not errors or errors.keys() != of_input.keys():
+            return
+        yield "learned-nothing"
+        if step == 0 and all(errors[level] >= of_input[level] for level in errors):
+            least = min(errors[level] / max(of_input[level], 1e-12) for level in errors)
+            what = f"its error is {least:.2g} times that of its scaled input at the best noise level, and more at the others"
+            yield Finding("learned-nothing", "critical", what, step)
+
+
 def timestep_ignored(record: RunRecord) -> Found:
     for step, probe in record.known("probe")[-1:]:
         response = probe.get("timestep_response")
