@@ -88,8 +88,9 @@ def pytest_exception_interact(node):
     """For a debugger, pytest lets a test that failed take its time. What takes it apart may hang like any other."""
     from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-    if file := node.config.stash.get(fault_handler_stderr_fd_key, None):
-        faulthandler.dump_traceback_later(float(node.config.getini("faulthandler_timeout")), exit=True, file=file)
+    file, seconds = node.config.stash.get(fault_handler_stderr_fd_key, None), float(node.config.getini("faulthandler_timeout"))
+    if file and seconds > 0:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 
 
 @pytest.fixture(scope="session", autouse=True)

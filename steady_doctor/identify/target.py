@@ -212,7 +212,7 @@ def _compared(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
                 else (here, there, wanted)
             )
         if here.shape != value.shape:
-            return None
+            continue
         found = value + (wanted - here) * step / (there - here)
         counts = torch.isfinite(found)
         again = tape.value(ours, {output: torch.where(counts, found, value)}, exact=True).double().reshape(wanted.shape)

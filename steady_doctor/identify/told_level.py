@@ -68,11 +68,12 @@ def _follows(told: Tensor, mixture: Mixture, of_each: bool) -> bool:
 
 
 def _are_of_others(told: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
-    """Whether these are the same numbers, but for a scale, in another order of the samples."""
+    """Whether these are the same numbers, but for a scale, in another order of the samples, and not turned around."""
     one, other = ((x - x.mean()) / x.std().clamp(min=1e-30) for x in told + others) if told and others else (None, None)
     if one is None or other is None or len(one) < FEWEST or not bool(one.any()):
         return False
-    return torch.allclose(one.sort().values, other.sort().values, atol=LINEAR) and not torch.allclose(one, other, atol=0.1)
+    is_own = any(torch.allclose(one, way * other, atol=0.1) for way in (1, -1))
+    return torch.allclose(one.sort().values, other.sort().values, atol=LINEAR) and not is_own
 
 
 def _passed_by_all(way: list[Op]) -> list[Op]:

@@ -187,8 +187,8 @@ class Tape(Replay, TorchDispatchMode):
                 self.writes.append(Write(op, stood.index, result.shape, before, sample(result)))
 
     def _follow(self, op: Op, reads: tuple[tuple[int, Op], ...]) -> None:
-        """What the value depends on; of what is made in the shape of a parameter, nothing."""
-        if is_unwritten(op.name) or (op.name.endswith("_like") and reads[0][1].kind in PARAMETERS):
+        """What the value depends on. What is written to weights, in the shape of one, depends on none of them."""
+        if is_unwritten(op.name) or (not op.with_grad and op.name.endswith("_like") and reads[0][1].kind in PARAMETERS):
             return
         of_content = [last for _, last in reads]
         for last in of_content:

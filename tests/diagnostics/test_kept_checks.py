@@ -88,12 +88,13 @@ def test_what_cannot_be_kept_is_asked_again(ask, opened, looks, monkeypatch):
     assert len(looks) == 2 and not list(folder.glob("*checked*"))
     ask(images)
     (file,) = folder.glob("checked-*.json")
-    file.write_text(file.read_text()[:-9])
-    assert ask(images, folder=None) == expected and len(looks) == 4
-    assert json.loads(file.read_text())["data"] == expected["data"]
+    for count, damaged in ((4, file.read_text()[:-9]), (5, file.read_text().replace("1", "2", 1)), (6, '{"seen": {"x": 1}}')):
+        file.write_text(damaged)
+        assert ask(images, folder=None) == expected and len(looks) == count
+    assert json.loads(file.read_text())["seen"]["data"] == expected["data"]
     ask(opened(**MIRRORED, cache_images="no"))
     ask(opened(**MIRRORED, cache_images="no"))
-    assert len(looks) == 6
+    assert len(looks) == 8
 
 
 def test_few_files_are_kept(ask, opened, quick, monkeypatch):

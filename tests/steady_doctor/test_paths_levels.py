@@ -346,7 +346,10 @@ def test_an_offset_of_each_channel_is_part_of_the_noise(draw, codes):
     assert found == codes and "variance-preserving path" in said
 
 
-@pytest.mark.parametrize(("told", "codes"), [(lambda t: t, []), (lambda t: t.flip(0), ["timestep-other"])])
+@pytest.mark.parametrize(
+    ("told", "codes"),
+    [(lambda t: t, []), (lambda t: T - 1 - t, []), (lambda t: t.flip(0), ["timestep-other"])],
+)
 def test_each_part_of_a_network_is_told_the_levels_of_its_own_images(told, codes):
     class Controlled(Network):
         def __init__(self):
@@ -356,4 +359,12 @@ def test_each_part_of_a_network_is_told_the_levels_of_its_own_images(told, codes
         def forward(self, x, t):
             return super().forward(x, t) + self.control(x, told(t))
 
-    assert train(network := Controlled(), vp(network))[0] == codes
+    network = Controlled()
+
+    def loss_of(x0):
+        """At levels that are mirrored within the batch, as in DDIM's code."""
+        t, noise = torch.randint(0, T, (len(x0) // 2,)), torch.randn_like(x0)
+        t = torch.cat([t, T - 1 - t])
+        return mse_loss(network(column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise, t), noise)
+
+    assert train(network, loss_of)[0] == codes

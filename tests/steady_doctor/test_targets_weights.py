@@ -174,13 +174,11 @@ def test_a_noisy_image_may_be_asked_for():
     assert "input-clean" not in train(network, loss_of)[0]
 
 
+@pytest.mark.parametrize("of_edges", [lambda x, y: (x - y).diff(dim=-1), lambda x, y: x.diff(dim=-1) - y.diff(dim=-1)])
 @pytest.mark.parametrize(("asked", "codes"), [(lambda noise: noise, []), (lambda noise: noise.flip(0), ["target-other"])])
-def test_an_error_may_count_in_its_neighbors_too(asked, codes):
-    """A loss of edges."""
-
+def test_an_error_may_count_in_its_neighbors_too(asked, codes, of_edges):
     def with_edges(output, noise):
-        error = output - asked(noise)
-        return error.square().mean() + 0.1 * error.diff(dim=-1).square().mean()
+        return mse_loss(output, asked(noise)) + 0.1 * of_edges(output, asked(noise)).square().mean()
 
     found, said = train(network := Network(), vp(network, with_edges))
     assert found == codes and ("variance-preserving path, epsilon" in said) == (not codes)

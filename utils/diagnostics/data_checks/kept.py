@@ -29,17 +29,22 @@ def records_of_images(
     seen, unless a check failed. Raises what `check_data` and `Sample.of` raise.
     """
     path = _place(training, held_out, seed, random_flip)
-    seen = read_json(path) if path else {}
-    if not seen:
+    kept = read_json(path) if path else {}
+    seen = kept.get("seen")
+    if not seen or kept.get("sha256") != _sha256(seen):  # of a damaged file, too
         seen = {"data": check_data(training, seed=seed)}
         seen["data_checks"] = look_at(Sample.of(training, held_out, random_flip))
         if path and not seen["data_checks"]["failed"]:
             with contextlib.suppress(OSError):  # a full disk, or one that is only read
-                write_json(path, seen, shared=True)
+                write_json(path, {"sha256": _sha256(seen), "seen": seen}, shared=True)
                 files = sorted(path.parent.glob("checked-*.json"), key=lambda file: file.stat().st_mtime)
                 for old in files[:-KEPT]:
                     old.unlink()
     return seen | {"data_checks": record_of(seen["data_checks"], folder)}
+
+
+def _sha256(seen: dict) -> str:
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
 def _place(training: ImageSet, held_out: ImageSet | None, seed: int, random_flip: bool | None) -> Path | None:
