@@ -118,7 +118,7 @@ class ForkServer:
         self._process.stdin.close()
         try:
             self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:  # a library's thread may keep a process from ending
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
@@ -192,4 +192,4 @@ if __name__ == "__main__":
     import_everything()
     if job := serve():
         become(**job)
-    os._exit(0)  # what was imported takes seconds to take apart, and some of its threads were seen not to end
+    os._exit(0)  # what was imported takes seconds to take apart, and once did not end
