@@ -12,11 +12,7 @@ FEWEST = 4  # samples whose levels tell that they are exchanged
 
 def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     """Notes what the network is told: the values of one number a sample through which all passes that it gets of the level."""
-    own = [each.at for each in given if each.value in (mixture.input, mixture.given)]
-    if len({at.with_grad for at in own}) > 1:  # it gets its own answer, too: what counts is told in the pass that learns
-        learns = min(at.index for at in own if at.with_grad)
-        answered = max((each.at.index for each in given if not each.at.with_grad and each.at.index < learns), default=0)
-        given = [each for each in given if each.at.index > answered]
+    given = _of_the_pass_that_learns(mixture, given)
     levels = sum(1 << source.index for source in mixture.levels)
     found: list[tuple[Op, tuple[Tensor, ...]]] = []
     of_each: set[Op] = set()  # those of which the last number is one for each sample
@@ -36,10 +32,21 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     # A network that is told two times, as those that go from one to the other, is told the level by one of them.
     follow = ((value, told) for value, told in found if told and _follows(told[0], mixture, value in of_each))
     first = next(follow, found[0])
-    value, mixture.told = next((each for each in found if _are_of_others(each[1][:1], first[1][:1])), first)
+    exchanged = (each for each in found if each[1] and first[1] and _are_of_others(each[1][0], first[1][0]))
+    value, mixture.told = next(exchanged, first)
     mixture.told_rounded = rounded[value]
     if not any(op.kind in PARAMETERS for op in tape.upstream(value)):  # else it is what a frozen network made of it
         mixture.embedding = tape.value(value)
+
+
+def _of_the_pass_that_learns(mixture: Mixture, given: list[Given]) -> list[Given]:
+    """Without what the network got for an answer of its own that it gets, too."""
+    own = [each.at for each in given if each.value in (mixture.input, mixture.given)]
+    if len({at.with_grad for at in own}) < 2:
+        return given
+    learns = min(at.index for at in own if at.with_grad)
+    answered = max((each.at.index for each in given if not each.at.with_grad and each.at.index < learns), default=0)
+    return [each for each in given if each.at.index > answered]
 
 
 def _may_be_told(tape: Tape, mixture: Mixture, given: list[Given]) -> bool:
@@ -67,11 +74,11 @@ def _follows(told: Tensor, mixture: Mixture, of_each: bool) -> bool:
     return (of_each or not is_same) and bool((steps >= 0).all() or (steps <= 0).all())
 
 
-def _are_of_others(told: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+def _are_of_others(told: Tensor, others: Tensor) -> bool:
     """Whether these are the same numbers, but for a scale, in another order of the samples, and not turned around."""
-    one, other = ((x - x.mean()) / x.std().clamp(min=1e-30) for x in told + others) if told and others else (None, None)
-    if one is None or other is None or len(one) < FEWEST or not bool(one.any()):
+    if len(told) < FEWEST:
         return False
+    one, other = ((x - x.mean()) / x.std().clamp(min=1e-30) for x in (told, others))
     is_own = any(torch.allclose(one, way * other, atol=0.1) for way in (1, -1))
     return torch.allclose(one.sort().values, other.sort().values, atol=LINEAR) and not is_own
 
