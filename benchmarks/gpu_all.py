@@ -26,11 +26,11 @@ RUN = "train_ddpm.py --max_train_steps 300 --overwrite_output_dir --output_dir {
 FORCED = "benchmarks/speed/switches.py --script train_edm2.py --only force_weight_norm --base last --blocks 20"
 TOGETHER = "benchmarks/speed/switches.py --together compile channels_last --blocks 8 --block_updates 5"
 PARTS = {  # name: (seconds at most, command)
+    "EDM2 XS 64x64 64": (540, f"{EDM2} --model_preset XS --resolution 64 --train_batch_size 64 {FAST}"),
     "precisions": (240, "benchmarks/reliability/precisions.py"),
     "doctor, healthy": (240, "benchmarks/doctor/ask.py --gpu --only healthy --sample 30"),
     "cifar10 256": (480, f"{DDPM} --model_preset cifar10 --train_batch_size 256 {FAST}"),
     "memory prediction": (280, "benchmarks/memory/prediction.py"),
-    "EDM2 XS 64x64 64": (420, f"{EDM2} --model_preset XS --resolution 64 --train_batch_size 64 {FAST}"),
     "sampling cifar10": (150, "benchmarks/speed/sampling.py --model_preset cifar10 --batch_size 256 --turns 3"),
     "checkpointing": (240, "benchmarks/memory/gradient_checkpointing.py --blocks 5 --block_updates 3"),
     "forced norm XS": (120, f"{FORCED} --block_updates 2 --model_preset XS --resolution 64 --batch_size 64"),
