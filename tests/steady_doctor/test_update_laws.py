@@ -304,6 +304,7 @@ RIGHT = {
     "weights that are normalized": {"end": lambda now: (normalize(now), mix(now))},
     "copies that are trained": {"optimizer": masters, "before_step": give, "end": lambda now: (put_back(now), mix(now))},
     "no average": {"averaged": lambda m: None},
+    "an average that begins later": {"end": lambda now: mix(now, 0.0)},
     "unused parameters in the loss, times 0": {"network": lambda: Unused(), "loss": Unused.zero, "end": mix},
     "gradients that are added up elsewhere": {"passes": 2, "backward": keep, "before_step": give_back, "end": mix},
 }
