@@ -19,6 +19,7 @@ ENOUGH = 64  # numbers
 RELATED = 0.7  # of what the network gets next: what may have nothing to do with what it got and gave
 SAME = 1e-4  # of an angle: levels that are one and the same
 LEAST = 0.05  # of the image's share, over all steps
+MOST_OF_IT = 0.5  # of the image's share
 FEW, MANY = 1 / 3, 3  # times the step that the levels ask for
 ERRORS = 6.0  # standard errors
 
@@ -29,6 +30,9 @@ def read(seen: Seen) -> Iterator[Found]:
         if len(steps) < STEPS:
             continue
         wanted, made, variance = np.array(steps).sum(0)
+        if wanted < -MOST_OF_IT and max(step[0] for step in steps) <= 0:
+            yield Found("target-sampled-backwards", seen.mixed()[-1][0], {"steps": len(steps), "fall": -float(wanted)})
+            return
         way, error = np.sign(wanted), ERRORS * variance**0.5
         if abs(wanted) < LEAST or (made * way + error > FEW * abs(wanted) and made * way - error < MANY * abs(wanted)):
             continue

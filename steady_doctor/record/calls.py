@@ -47,6 +47,7 @@ class Calls:
         self._begun = False
         self._last: tuple[nn.Module, dict[str, float], Tensor, Tensor] | None = None
         self._count, self._every = 0, 1
+        self._row = 0  # calls since the last one with gradients
         self._own: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # see `_is_alike`
 
     def watch(self, parameters: list[Tensor]) -> None:
@@ -58,15 +59,18 @@ class Calls:
             return
         kind, network = type(module), weakref.ref(module)
         del module
-        original, names = kind.__call__, list(inspect.signature(kind.forward).parameters)[1:]
+        original = kind.__call__
+        try:
+            names = list(inspect.signature(kind.forward).parameters)[1:]
+        except (TypeError, ValueError):  # it is not written in Python
+            return
 
         def called(this: nn.Module, *given: Any, **named: Any) -> Any:
-            if this not in self._own:
-                self._own[this] = _is_alike(this, network())
-            if not self._own[this]:
+            if torch.compiler.is_compiling() or not self._is_own(this, network()):
                 return original(this, *given, **named)
             arguments = dict(zip(names, given)) | named
             if torch.is_grad_enabled():
+                self._row, self._last = 0, None
                 if self._is_recorded():
                     self._safely(self._trained, arguments)
                 return original(this, *given, **named)
@@ -80,6 +84,14 @@ class Calls:
             self.hooks.callback(delattr, kind, "__call__")
         kind.__call__ = called  # type: ignore[method-assign]
 
+    def _is_own(self, module: nn.Module, network: nn.Module | None) -> bool:
+        try:
+            if module not in self._own:
+                self._own[module] = _is_alike(module, network)
+            return self._own[module]
+        except Exception:  # weights of any kind: it must not reach the script
+            return False
+
     def _trained(self, arguments: dict[str, Any]) -> None:
         x = next((one for one in arguments.values() if _is_image(one)), None)
         if x is not None:
@@ -91,8 +103,8 @@ class Calls:
         x = next((one for one in arguments.values() if _is_image(one)), None)
         if x is None or not isinstance(answer, Tensor) or answer.shape != x.shape:
             return
-        self._count += 1
-        if self._last is None and self._count % self._every:
+        self._count, self._row = self._count + 1, self._row + 1
+        if self._row < 2 or (self._last is None and self._count % self._every):  # one call is none of a sampler
             return
         numbers = {name: one.double().unique().tolist() for name, one in _numbers(arguments, len(x)).items()}
         told = {name: ones[0] for name, ones in numbers.items() if len(ones) == 1}

@@ -86,7 +86,8 @@ HEALTHY = {
 FAULTS = {
     "answers are images": (vp, lambda network: ddim(network, predicts="sample"), "target-other-sampler"),
     "the sign of the velocity": (flow, lambda network: euler(network, sign=-1), "target-other-sampler"),
-    "from images to noise": (flow, lambda network: euler(network, sign=-1, begin=0.0), "target-other-sampler"),
+    "from images to noise": (flow, lambda network: euler(network, sign=-1, begin=0.0), "target-sampled-backwards"),
+    "the ends exchanged": (flow, lambda network: euler(network, begin=0.0), "target-sampled-backwards"),
     "another schedule": (vp, lambda network: ddim(network, bar=FASTER), "export-other-schedule"),
 }
 
