@@ -1,11 +1,9 @@
 """Records a process's updates, identifies them, and asks the laws."""
 
-import contextlib
-import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from steady_doctor.found import Found
@@ -13,6 +11,7 @@ from steady_doctor.identify.digest import digests
 from steady_doctor.identify.step import identify
 from steady_doctor.laws import judge
 from steady_doctor.record.by_hand import ByHand
+from steady_doctor.record.calls import owner_of
 from steady_doctor.record.options import Options
 from steady_doctor.record.ranks import Ranks
 from steady_doctor.record.recorded import Recorded
@@ -66,7 +65,7 @@ class Doctor:
             self.seen.predictions, self.seen.alphas_cumprod = declared()
             own = "weights written by the script itself, which is not judged"
             self.seen.optimizer = own if by_hand else type(recorded.optimizer).__name__
-            self.seen.network = self._told or owner_of(recorded.parameters)
+            self.seen.network = self._told or _class_of(owner_of(recorded.parameters))
         self.seen.steps.append(step)
         self.ranks.tell(recorded.update, digests(recorded, step))
         self._looked()
@@ -104,19 +103,9 @@ class Doctor:
         self.ranks.collect()
         self.seen.ranks = self.ranks.everyone
         self.seen.history, self.seen.copies = self.session.history, self.session.copies
+        self.seen.sampled = self.session.calls.steps
         return judge(self.seen)
 
 
-def owner_of(parameters: list[Tensor]) -> str:
-    """Returns the class of the smallest module that has most of these, rather than of a list of modules; empty where no module
-    has any."""
-    trained, best, name = {id(parameter) for parameter in parameters}, (0, False, 0), ""
-    for module in gc.get_objects():
-        if issubclass(type(module), nn.Module):  # isinstance would ask stand-ins of other libraries, which then import them
-            with contextlib.suppress(Exception):  # one that is not complete
-                own = [id(parameter) in trained for parameter in nn.Module.parameters(module)]
-                is_list = type(module).__module__ == nn.ModuleList.__module__
-                rank = sum(own), not is_list, -len(list(nn.Module.modules(module)))
-                if rank[0] and rank > best:
-                    best, name = rank, type(module).__name__
-    return name
+def _class_of(module: nn.Module | None) -> str:
+    return "" if module is None else type(module).__name__

@@ -10,6 +10,7 @@ from steady_doctor.declare.declaration import Declaration
 from steady_doctor.identify.levels import Levels
 from steady_doctor.identify.step import Pass, Step
 from steady_doctor.identify.update import Update
+from steady_doctor.record.calls import SamplerStep
 from steady_doctor.record.copies import Copies
 from steady_doctor.record.followed import Followed
 from steady_doctor.record.history import History
@@ -39,6 +40,7 @@ class Seen:
     levels: Levels | None = None  # of all samples
     followed: Followed | None = None
 
+    sampled: list[SamplerStep] = field(default_factory=list)  # some steps of the script's own sampler
     history: History = field(default_factory=History)  # of each update, recorded or not
     copies: Copies | None = None  # of the weights before training
 

@@ -34,6 +34,8 @@ class Average:
     still: bool = False  # it is written and stays what it was, though the parameter is another
     times: int = 1  # between how many backward passes of the update it was written
     in_loss: bool = False  # a loss depends on it: a teacher's
+    # Of a matrix: sums over some numbers of before^2, parameter^2, and the product of both.
+    beside: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 @dataclass
@@ -104,12 +106,14 @@ def _averages_of(recorded: Recorded, writes: list[Write]) -> list[Average | None
     olds, news = (Samples([getattr(write, which) for write in writes]).rows for which in ("before", "after"))
     enough = [len(write.after) >= FEWEST for write in writes]
     before, after, parameter = olds[numbers], news[numbers], recorded.at_start.rows[places]
+    sums = torch.stack([before * before, parameter * parameter, before * parameter]).sum(2).T.tolist()
     found: list[Average | None] = [None] * len(writes)
-    for (number, k), keep in zip(pairs, _keeps(before, after, parameter).tolist()):
+    for (number, k), keep, (old, own, both) in zip(pairs, _keeps(before, after, parameter).tolist(), sums):
         best = found[number]  # what did not change fits each parameter of its shape
         if keep == keep and (best is None or _distance(keep) < _distance(best.keep)):
             still = torch.equal(olds[number], news[number])
-            found[number] = Average(k, keep, _when(recorded, writes[number].op.index), still=still)
+            beside = (old, own, both) if len(writes[number].shape) > 1 else (0.0, 0.0, 0.0)
+            found[number] = Average(k, keep, _when(recorded, writes[number].op.index), still=still, beside=beside)
     left = [place for place, (number, _) in enumerate(pairs) if found[number] is None and enough[number]]
     for place, (keep, new) in zip(left, _shares(before[left], after[left], parameter[left]).tolist() if left else ()):
         number, k = pairs[place]

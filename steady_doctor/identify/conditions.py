@@ -74,6 +74,7 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
         found.given.append(condition)
         made_of.append(value.content)
     _keep_least_dropped(found.given, made_of)
+    found.given += [_condition(tape, value, mixture, unused=True) for value in _unused(tape, root, end, mixture)]
     levels = sum(1 << source.index for source in mixture.levels)
     met = _met(tape, end, by_layers_alone=True)
     readers = [at for at, value in met if (value.content | value.choice) & levels and not value.content & mixture.noise.content]
@@ -129,10 +130,25 @@ def _of_data(tape: Tape, value: Op) -> bool:
     return any(source.kind in ("data", "outside") for source in tape.sources(value.content | value.choice))
 
 
-def _condition(tape: Tape, op: Op, mixture: Mixture) -> Condition:
+def _unused(tape: Tape, root: Op, end: Op, mixture: Mixture) -> list[Op]:
+    """What meets trained parameters within the network's pass, and is of sources of which nothing reaches the loss."""
+    way, known = set(tape.upstream(root)), root.content | root.choice | mixture.image
+    values = (
+        last
+        for at in tape.ops[mixture.input.index : end.index]
+        if at.kind == "op" and at.meets and at.trained and at.with_grad and at not in way
+        for number, last in at.reads
+        if is_value(number, last) and not (last.trained or last.fronts or last.content & known)
+    )
+    return list(dict.fromkeys(each for each in values if each.shape[:1] == (mixture.size,) and _of_data(tape, each)))
+
+
+def _condition(tape: Tape, op: Op, mixture: Mixture, unused: bool = False) -> Condition:
     value = tape.value(op)
     largest = float(value.double().abs().max()) if value.numel() else 0.0
-    found = Condition(op.shape, False, sums_of_rows(value), largest, op.floating, False, as_labels(value))
+    found = Condition(op.shape, unused, sums_of_rows(value), largest, op.floating, False, as_labels(value), ignored=unused)
+    if unused:
+        return found
     before = _before_draws(tape, op)
     found.varies = before is not None
     if before is not None and before is not op:

@@ -7,7 +7,8 @@ from steady_doctor.record.ops import Op
 from steady_doctor.record.tape import Tape
 
 PART = 4  # of the numbers of one sample that a draw has at the least, to be noise: a quarter
-LEAST = 64  # numbers of noise
+LEAST = 8  # numbers of noise
+LEAST_OF_DATA = 512  # of a batch that a loader gave: so many normal numbers are no chance
 
 
 def noise_sources(tape: Tape, given: list[Given]) -> int:
@@ -42,12 +43,13 @@ def _may_be_noise(source: Op, tape: Tape) -> bool:
     """Dropout's draws are none."""
     if not source.floating or source.name.startswith("bernoulli") or "dropout" in source.name:
         return False
-    return source.kind == "drawn" or _is_standard_normal(tape.values.get(source.index))
+    least = LEAST_OF_DATA if source.kind == "data" else LEAST
+    return source.kind == "drawn" or _is_standard_normal(tape.values.get(source.index), least)
 
 
-def _is_standard_normal(value: Tensor | None) -> bool:
+def _is_standard_normal(value: Tensor | None, least: int) -> bool:
     """For noise that numpy drew: mean 0, spread 1 and the fourth moment of a normal distribution, by 6 standard errors."""
-    if value is None or not value.is_floating_point() or value.numel() < 512:
+    if value is None or not value.is_floating_point() or value.numel() < least:
         return False
     x, n = value.double().flatten(), value.numel()
     moments = [(x.mean(), 0, 1), (x.square().mean(), 1, 2), (x.pow(4).mean(), 3, 96)]

@@ -54,6 +54,7 @@ class Mixed:
     behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
     noised: float = 0.0  # the share of the clean image that is a draw of its own
     changed_by: tuple[str, ...] = ()  # operations other than a change of shape or scale, between the mixture and the network
+    called: dict[str, Tensor] = field(default_factory=dict)  # [B]: numbers among the arguments of the network's call
     is_difference: bool = False  # the clean image is made of several of its size, so that its own strength is not known
 
 
@@ -137,7 +138,7 @@ def _pass(recorded: Recorded, root: Op) -> Pass:
         target = find_target(tape, root, mixture)
         asked = None if target is None else _asked(tape, root, mixture, target)
         return Pass(
-            _mixed(tape, mixture),
+            _mixed(tape, mixture, next((told for x, told in recorded.calls if x is mixture.input), {})),
             asked,
             noise_in_loss=_noise_in_loss(tape, root),
             squares=_squares(tape, root, target, mixture.size),
@@ -171,7 +172,7 @@ def _told(recorded: Recorded, root: Op, place: int) -> Pass:
     return found
 
 
-def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
+def _mixed(tape: Tape, mixture: Mixture, called: dict[str, Tensor] | None = None) -> Mixed:
     return Mixed(
         mixture.size,
         tuple(source.name for source in mixture.draws),
@@ -194,6 +195,7 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
         mixture.behind_frozen,
         _noised(tape, mixture),
         _changed_by(tape, mixture),
+        {name: one.cpu() for name, one in (called or {}).items()},
         sum(one.kind != "drawn" and numel(one) >= mixture.value.numel() for one in tape.sources(mixture.image)) > 1,
     )
 

@@ -12,7 +12,7 @@ FEWEST = 4  # samples whose levels tell that they are exchanged
 
 def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     """Notes what the network is told: the values of one number a sample through which all passes that it gets of the level."""
-    given = _of_the_pass_that_learns(mixture, given)
+    given = [part for each in _of_the_pass_that_learns(mixture, given) for part in _parts(each)]
     levels = sum(1 << source.index for source in mixture.levels)
     found: list[tuple[Op, tuple[Tensor, ...]]] = []
     of_each: set[Op] = set()  # those of which the last number is one for each sample
@@ -47,6 +47,13 @@ def _of_the_pass_that_learns(mixture: Mixture, given: list[Given]) -> list[Given
     learns = min(at.index for at in own if at.with_grad)
     answered = max((each.at.index for each in given if not each.at.with_grad and each.at.index < learns), default=0)
     return [each for each in given if each.at.index > answered]
+
+
+def _parts(given: Given) -> list[Given]:
+    """What stands side by side in it."""
+    if given.value.name != "cat":
+        return [given]
+    return [part for _, last in given.value.reads for part in _parts(Given(given.at, last))]
 
 
 def _may_be_told(tape: Tape, mixture: Mixture, given: list[Given]) -> bool:

@@ -19,6 +19,7 @@ from steady_doctor.laws import (
     noise,
     optimizer,
     ranks,
+    sampler,
     state,
     target,
     timestep,
@@ -32,7 +33,7 @@ OF_PASSES: tuple[Callable[[Seen], Iterator[Found]], ...] = (
 )
 OF_ANYBODY: tuple[Callable[[Seen], Iterator[Found]], ...] = (
     *OF_PASSES,
-    *(*gradient.LAWS, *optimizer.LAWS, *learning_rate.LAWS, *ema.LAWS, *state.LAWS, *ranks.LAWS),
+    *(*gradient.LAWS, *optimizer.LAWS, *learning_rate.LAWS, *ema.LAWS, *state.LAWS, *ranks.LAWS, sampler.read),
 )
 # What is usual is no law for a script that declares what it does.
 OF_DECLARED: tuple[Callable[[Seen], Iterator[Found]], ...] = (

@@ -14,6 +14,9 @@ RISES = 0.05  # of a decay
 FALLS = 0.1
 NOTHING = 1e-6  # of an average, that a copy keeps
 PATIENCE = 20  # updates after which an average has begun
+BEGUN = 2000  # updates after which published averages that begin late have done so
+BEGINS = 5  # updates, in which no weights become others
+ALIKE = 0.5  # the cosine of a network and what it was some updates before is far above it
 BEYOND = 2e-3  # of 0 and 1, by rounding
 
 
@@ -66,7 +69,7 @@ def late(seen: Seen) -> Iterator[Found]:
 def copies(seen: Seen) -> Iterator[Found]:
     """Averages that are copies in each update to the end."""
     keeps = _keeps(seen)
-    if seen.ended and seen.updates >= PATIENCE and len(keeps) >= LEAST and all(abs(most) < NOTHING for _, _, most in keeps):
+    if seen.ended and seen.updates > BEGUN and len(keeps) >= LEAST and all(abs(most) < NOTHING for _, _, most in keeps):
         yield Found("ema-copies", keeps[0][0])
 
 
@@ -75,6 +78,17 @@ def still(seen: Seen) -> Iterator[Found]:
     known = [update for update in seen.recorded() if update.averages][-LEAST:]
     if len(known) > 1 and all(average.still for update in known for average in update.averages):
         yield Found("ema-still", known[0].number)
+
+
+def of_others(seen: Seen) -> Iterator[Found]:
+    """An average begins as the network, or as nothing, and not as weights that have nothing to do with these."""
+    first = next((update for update in seen.recorded() if update.averages), None)
+    if first is None or first.number > BEGINS:
+        return
+    kept = [average.beside for average in first.averages if average.keep > NEW]
+    old, own, both = (sum(part) for part in zip(*kept)) if kept else (0.0, 0.0, 0.0)
+    if old * own > 0 and (cosine := both / (old * own) ** 0.5) < ALIKE:
+        yield Found("ema-of-others", first.number, {"cosine": cosine})
 
 
 def itself(seen: Seen) -> Iterator[Found]:
@@ -122,4 +136,4 @@ def statistics(seen: Seen) -> Iterator[Found]:
         yield Found("ema-statistics", seen.updates)
 
 
-LAWS = (empty, itself, shares, exchanged, late, copies, still, part, never, statistics)
+LAWS = (empty, of_others, itself, shares, exchanged, late, copies, still, part, never, statistics)

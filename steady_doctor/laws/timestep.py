@@ -16,6 +16,7 @@ ERRORS = 6.0  # standard errors
 CHANCE = 1e-6  # that a healthy script is accused by chance
 LEFT_OUT = 0.25  # of a path at one end, that a script may leave out on purpose
 SHIFTED = 0.35  # of a line
+ENOUGH, DENSE = 64, 0.06  # levels, and the share of them in the outer tenths of their range
 FEW_CHANGE, SOME_CHANGE = 0.2, 0.5  # of an embedding's numbers; the latter where none of them rises and falls
 UNCHANGED = 0.1  # of its range, by which a number of the embedding does not count as changed
 SAME = 1e-6  # of the range of the numbers that are told, and of the largest share of noise
@@ -158,12 +159,21 @@ def covered(seen: Seen) -> Iterator[Found]:
     if low < -1e-6 or high > 1 + 1e-6:
         yield Found("timestep-outside", known[0][0], {"low": low, "high": high})
     by_chance = len(place) if not any(alone(seen)) else len(place.unique())
-    ends = ((low, "low"), (1 - high, "high")) if found.kind != "flow" else ((low + 1 - high - SHIFTED, "low"),)
+    shifted = 0.0 if _has_edges(place, low, high) else SHIFTED
+    ends = ((low, "low"), (1 - high, "high")) if found.kind != "flow" else ((low + 1 - high - shifted, "low"),)
     for left, end in ends:  # of a line, times may be shifted to much noise, and need not reach the other end
         if left > LEFT_OUT and (1 - left) ** by_chance < CHANCE:
             yield Found("timestep-left-out", known[0][0], {"share": left, "end": end, "samples": by_chance})
     if found.kind == "flow" and len(place) >= 16 and (share := _piled(place, low, high)) is not None:
         yield Found("timestep-piled", known[0][0], {"share": share})
+
+
+def _has_edges(place: Tensor, low: float, high: float) -> bool:
+    """Whether levels are as dense at both ends of their range as within it, as those that are drawn from a part of a line; a
+    distribution that is shifted along the whole line grows thin."""
+    tenth = (high - low) / 10
+    ends = min(int((place < low + tenth).sum()), int((place > high - tenth).sum()))
+    return len(place) >= ENOUGH and ends > DENSE * len(place)
 
 
 def _piled(place: Tensor, low: float, high: float) -> float | None:

@@ -48,6 +48,7 @@ class Driven(Session):
     """
 
     _looks_for_copies = False  # its averages are told
+    _reads_samplers = False  # its sampler is asked by itself
     _forces_eager = False  # the loop records in no compiled update
 
     def __init__(

@@ -130,6 +130,11 @@ def is_unwritten(name: str) -> bool:
     return name.startswith(("empty", "new_empty"))
 
 
+def takes_shape_alone(name: str) -> bool:
+    """Whether an operation of this name reads no number of what it is given: zeros in the shape of images are no images."""
+    return is_unwritten(name) or name.startswith("new_") or name.endswith("_like")
+
+
 def written_by(traits: Traits, args: tuple, kwargs: dict) -> list[Tensor]:
     """The arguments that such an operation writes to."""
     return [tensor for at, name in traits.writes for tensor in tensors_in(args[at] if at < len(args) else kwargs.get(name))]

@@ -98,6 +98,7 @@ class Recorded:
         self.dropout, self.training = 0.0, True
         self.kept: list[Tensor] = []  # the whole weights at the start, of a small network
         self.is_over = False  # what was differentiated so far was for the step of another optimizer
+        self.calls: list[tuple[Op | None, dict[str, Tensor]]] = []  # of the network: what it got, and numbers that it was told
         self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
         self.datasets: dict[int, int] = {}  # number of a batch of a loader, of the newest ones: the id of its dataset
         self.loads = self.loaded_at = 0  # batches that loaders have returned so far, and the update before the newest

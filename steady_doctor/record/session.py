@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from steady_doctor.record.by_hand import asks_of_weights
+from steady_doctor.record.calls import Calls, Told
 from steady_doctor.record.copies import Copies
 from steady_doctor.record.history import History
 from steady_doctor.record.loads import Handling, Loads
@@ -42,6 +43,7 @@ class Session:
     """
 
     _looks_for_copies = True
+    _reads_samplers = True
     _forces_eager = True  # in recorded updates
 
     def __init__(
@@ -62,6 +64,7 @@ class Session:
         self._left: Tape | None = None  # where it is not entered for a while
         self._rests_in_step = False  # as the tape does from before a step to after it
         self.loads = Loads()
+        self.calls = Calls(self._safely, lambda: self._recorded is not None, self._called)
         self.stored = StoredWeights()
         self._judge, self._stopped = judge, stopped
         self._due = FIRST
@@ -79,7 +82,8 @@ class Session:
         hooks.callback(self._stop)
         self._watch_steps(hooks)
         wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
-        wrap(hooks, torch, "compile", compile_)
+        hooks.callback(self.calls.hooks.close)
+        wrap(hooks, torch, "compile", self._compile)
         without_warning(
             hooks, r"Using `torch\.compile\(module\)` when there are global hooks"
         )  # as there are in recorded updates
@@ -274,6 +278,14 @@ class Session:
         self._scaled = None
         return result
 
+    def _compile(self, original: Callable, *arguments: Any, **options: Any) -> Any:
+        self.calls.hooks.close()  # the compiler would go through what stands around the network
+        return compile_(original, *arguments, **options)
+
+    def _called(self, x: Tensor, told: Told) -> None:
+        if self.tape is not None and self._recorded is not None:
+            self._recorded.calls.append((self.tape.op_of(x), told))
+
     def _make_optimizer(self, original: Callable, optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
         original(optimizer, *arguments, **options)
         self._optimizers.add(optimizer)
@@ -375,6 +387,8 @@ class Session:
         self._recorded = Recorded(self.tape, self.trainings.main, update, self.copies, self._computing)
         for tensor, number in self.loads.alive():
             self.tape.known([tensor], "data", number)
+        if self._reads_samplers:
+            self.calls.watch(own)
         modules = self._recorded.modules
         self._seeing.callback(
             register_module_forward_pre_hook(

@@ -15,7 +15,19 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steady_doctor.record.ops import PARAMETERS, PICKS, Op, Ref, Traits, Write, draws, is_unwritten, tensors_in, written_by
+from steady_doctor.record.ops import (
+    PARAMETERS,
+    PICKS,
+    Op,
+    Ref,
+    Traits,
+    Write,
+    draws,
+    is_unwritten,
+    takes_shape_alone,
+    tensors_in,
+    written_by,
+)
 from steady_doctor.record.replay import Replay
 from steady_doctor.record.samples import sample
 
@@ -125,6 +137,10 @@ class Tape(Replay, TorchDispatchMode):
         op = Op(-1, traits.name, "op", func, self._numbered(args, given), self._numbered(kwargs, given) if kwargs else kwargs)
         op.with_grad = torch.is_grad_enabled()
         written = written_by(traits, args, kwargs) if traits.writes else []
+        if (
+            not traits.draws and traits.name not in OVERWRITES
+        ):  # what stands there was written without an operation, as by Sobol's
+            self.known([each for each in written if (last := self.op_of(each)) and is_unwritten(last.name)], "outside")
         targets = {id(tensor) for tensor in written}
         reads, needs, keys = {}, {}, set()
         for tensor, number in sorted(given, key=lambda one: id(one[0]) in targets) if written else given:  # targets come last
@@ -179,7 +195,11 @@ class Tape(Replay, TorchDispatchMode):
                 continue
             stood = self._origins.get(key_of(result))
             if stood is None:  # a new tensor, made of an old one
-                olds = [o for o in self.upstream(op) if o.kind == "outside" and o.shape == tuple(result.shape)]
+                olds = [
+                    o
+                    for o in self.upstream(op)
+                    if o.kind in ("outside", "frozen", "unowned") and o.shape == tuple(result.shape)
+                ]
                 stood = olds[0] if len(olds) == 1 else None
             if stood is not None and stood.kind not in ("trained", "gradient", "state"):
                 before = self.samples.get(stood.index)
@@ -187,8 +207,8 @@ class Tape(Replay, TorchDispatchMode):
                 self.writes.append(Write(op, stood.index, result.shape, before, sample(result)))
 
     def _follow(self, op: Op, reads: tuple[tuple[int, Op], ...]) -> None:
-        """What the value depends on. What is written to weights, in the shape of one, depends on none of them."""
-        if is_unwritten(op.name) or (not op.with_grad and op.name.endswith("_like") and reads[0][1].kind in PARAMETERS):
+        """What the value depends on."""
+        if takes_shape_alone(op.name):
             return
         of_content = [last for _, last in reads]
         for last in of_content:
@@ -217,7 +237,7 @@ class Tape(Replay, TorchDispatchMode):
         """A draw is a source, unless it changes what it reads, as dropout does: then what came out is kept. Numbers that are
         drawn by weights, as timesteps by their losses, are a draw."""
         value = (made or written)[0]
-        if op.content and not (written or op.name.endswith("_like") or op.name == "multinomial"):
+        if op.content and not (written or op.name == "multinomial"):
             if not op.behind:
                 self.held[op] = value
         elif not op.uses:

@@ -156,10 +156,15 @@ CONDITION = {
     "of the first": ({"label": lambda y: y[:1].expand_as(y)}, "condition-one-row"),
     "always dropped": ({"label": lambda y: torch.where(torch.rand(len(y)) < 2, CLASSES, y)}, "condition-always-same"),
     "mostly dropped": ({"label": lambda y: torch.where(torch.rand(len(y)) < 0.2, y, CLASSES)}, "condition-dropped"),
+    "mostly dropped by a mask": (
+        {"label": lambda y: torch.where(torch.bernoulli(torch.zeros_like(y.float()) + 0.8) > 0, CLASSES, y)},
+        "condition-dropped",
+    ),
     "dropped to class 0": ({"label": lambda y: torch.where(torch.rand(len(y)) < 0.3, 0, y)}, "condition-null"),
     "dropped in vain": ({"label": lambda y: (dropped(y), y)[1]}, "condition-dropped-in-vain"),
     "sorted": ({"label": lambda y: y.sort().values}, "condition-sorted"),
     "no effect": ({"network": lambda: Network(of_class=Times(lambda x: 0 * x))}, "condition-ignored"),
+    "read and left": ({"network": lambda: Network(of_class=Times(lambda x: torch.zeros(16)))}, "condition-ignored"),
     "never dropped": ({"label": lambda y: y}, ""),
     "other loader, same order": ({"batches": endless, "label": lambda y: y}, ""),
 }
@@ -189,8 +194,8 @@ NETWORK = {
     ),
 }
 OWN = ("data-", "condition-", "network-", "ranks-")
-LATE = {"few rows", "written to", "batches kept"} | {"no effect", "level without effect"}  # after more than 6 updates
-LATE |= {"evaluation mode", "two layers of zeros"}
+LATE = {"few rows", "written to", "batches kept"} | {"no effect", "read and left"}  # after more than 6 updates
+LATE |= {"level without effect", "evaluation mode", "two layers of zeros"}
 
 
 @pytest.mark.parametrize("name", [*DATA, *CONDITION, *NETWORK])

@@ -139,8 +139,19 @@ class OfUnitWeights(Network):
         return nn.functional.conv2d(hidden, last, padding=1)
 
 
-@pytest.mark.parametrize(("averaged", "codes"), [(copy.deepcopy, []), (lambda network: network, ["ema-is-the-network"])])
-def test_an_average_that_is_made_anew_in_each_update(averaged, codes):
+def frozen_copy(network):
+    return copy.deepcopy(network).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("averaged", "codes", "words"),
+    [
+        (copy.deepcopy, [], "averages of 0.9"),
+        (frozen_copy, [], "averages of 0.9"),
+        (lambda network: network, ["ema-is-the-network"], ""),
+    ],
+)
+def test_an_average_that_is_made_anew_in_each_update(averaged, codes, words):
     network = Network()
     average = averaged(network)
 
@@ -148,7 +159,8 @@ def test_an_average_that_is_made_anew_in_each_update(averaged, codes):
         for old, new in zip(average.parameters(), network.parameters()):
             old.data = old.data * 0.9 + (1 - 0.9) * new.data
 
-    assert train(network, vp(network), after=after)[0] == codes
+    found, said = train(network, vp(network), after=after)
+    assert found == codes and said.endswith(words)
 
 
 def _add(weight):

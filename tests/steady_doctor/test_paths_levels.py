@@ -43,6 +43,63 @@ def test_fields_have_no_range_and_pictures_do():
     assert train(network, loss_of, data=2 * pictures() - 1)[0] == ["data-range"]
 
 
+class OfPoints(nn.Module):
+    """Its first layer gets the point and its level in one row."""
+
+    def __init__(self, told):
+        super().__init__()
+        self.layers, self.told = nn.Sequential(nn.Linear(5, 32), nn.SiLU(), nn.Linear(32, 2)), told
+
+    def forward(self, x, t):
+        level = self.told(t.float()[:, None] / T)
+        return self.layers(torch.cat([x, x[:, :1].sin(), x[:, 1:].sin(), level], 1))
+
+
+@pytest.mark.parametrize(("told", "codes"), [(lambda t: t, []), (lambda t: 0 * t, ["timestep-other"])])
+def test_points_in_small_batches_and_the_level_beside_them(told, codes):
+    network = OfPoints(told)
+
+    def loss_of(x0):
+        t, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        return mse_loss(network(ALPHA_BAR[t].sqrt()[:, None] * x0 + (1 - ALPHA_BAR[t]).sqrt()[:, None] * noise, t), noise)
+
+    found, said = train(network, loss_of, data=torch.rand(64, 2, generator=torch.Generator().manual_seed(1)) * 2 - 1)
+    assert found == codes and "variance-preserving path, epsilon" in said
+
+
+@pytest.mark.parametrize(("told", "codes"), [(lambda t: t, []), (lambda t: t.flip(0), ["timestep-other"])])
+def test_levels_that_no_operation_writes(told, codes):
+    network, engine = Network(), torch.quasirandom.SobolEngine(1, scramble=True, seed=0)
+
+    def loss_of(x0):
+        t, noise = engine.draw(len(x0))[:, 0], torch.randn_like(x0)
+        angle = column(t) * torch.pi / 2
+        output = network(angle.cos() * x0 + angle.sin() * noise, told(1000 * t))
+        return mse_loss(output, angle.cos() * noise - angle.sin() * x0)
+
+    found, said = train(network, loss_of)
+    assert found == codes and "variance-preserving path, v" in said
+
+
+@pytest.mark.parametrize(
+    ("level", "codes"),
+    [
+        (lambda u: u.sigmoid(), []),
+        (lambda u: (u + 2).sigmoid(), []),  # shifted to much noise: few are below 0.4
+        (lambda u: torch.special.ndtr(u), []),
+        (lambda u: 0.5 + torch.special.ndtr(u) / 2, ["timestep-left-out"]),
+    ],
+)
+def test_half_of_a_line_is_left_out_where_the_levels_end_at_once(level, codes):
+    network = Network()
+
+    def loss_of(x0):
+        t, noise = level(torch.randn(len(x0))), torch.randn_like(x0)
+        return mse_loss(network((1 - column(t)) * x0 + column(t) * noise, 1000 * t), noise - x0)
+
+    assert train(network, loss_of, updates=100)[0] == codes
+
+
 def test_the_rest_of_an_image_beside_another_one_comes_to_that_with_little_noise():
     network, other = Network(), pictures(128)[64:].mean((2, 3), keepdim=True).expand(-1, -1, SIDE, SIDE)
 

@@ -1,0 +1,113 @@
+"""The script's own sampler: of any kind it is silent, and a misread answer or another schedule is named."""
+
+import copy
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from small_loops import ALPHA, ALPHA_BAR, SIDE, C, Network, T, column, train, vp
+
+STEPS = 50
+
+
+def shape(count=16):
+    return count, C, SIDE, SIDE
+
+
+@torch.no_grad()
+def ddim(network, predicts="epsilon", bar=ALPHA_BAR, clip=False, guided=False):
+    x = torch.randn(shape())
+    times = torch.linspace(T - 1, 0, STEPS).long().tolist()
+    for now, then in pairwise(times):
+        answer = network(x, torch.full((len(x),), now))
+        if guided:
+            answer = answer + 2 * (answer - network(x, torch.full((len(x),), now)))
+        a, b = bar[now].sqrt(), (1 - bar[now]).sqrt()
+        image = (x - b * answer) / a if predicts == "epsilon" else answer
+        image = image.clamp(-1, 1) if clip else image
+        noise = (x - a * image) / b
+        x = bar[then].sqrt() * image + (1 - bar[then]).sqrt() * noise
+
+
+@torch.no_grad()
+def ancestral(network, clip=False):
+    x = torch.randn(shape())
+    for t in reversed(range(T)):
+        answer = network(x, torch.full((len(x),), t))
+        before = ALPHA_BAR[t - 1] if t else torch.ones(())
+        image = (x - (1 - ALPHA_BAR[t]).sqrt() * answer) / ALPHA_BAR[t].sqrt()
+        image = image.clamp(-1, 1) if clip else image
+        mean = before.sqrt() * (1 - ALPHA[t]) * image + ALPHA[t].sqrt() * (1 - before) * x
+        x = mean / (1 - ALPHA_BAR[t]) + (1 - ALPHA[t]).sqrt() * torch.randn_like(x)
+
+
+def flow(network):
+    def loss_of(x0):
+        t, noise = torch.rand(len(x0)), torch.randn_like(x0)
+        return (network((1 - column(t)) * x0 + column(t) * noise, 1000 * t) - (noise - x0)).square().mean()
+
+    return loss_of
+
+
+@torch.no_grad()
+def euler(network, sign=1, begin=1.0, heun=False):
+    x, times = torch.randn(shape()), torch.linspace(begin, 1 - begin, STEPS).tolist()
+    for now, then in pairwise(times):
+        velocity = network(x, torch.full((len(x),), 1000 * now))
+        if heun:
+            middle = x + (then - now) * velocity
+            velocity = (velocity + network(middle, torch.full((len(x),), 1000 * then))) / 2
+        x = x + sign * (then - now) * velocity
+
+
+@torch.no_grad()
+def validation(network):
+    """Losses of other images, at one level for all of them."""
+    for t in torch.randint(0, T, (60,)).tolist():
+        x0 = torch.rand(shape()) * 2 - 1
+        noised = ALPHA_BAR[t].sqrt() * x0 + (1 - ALPHA_BAR[t]).sqrt() * torch.randn_like(x0)
+        network(noised, torch.full((len(x0),), t))
+
+
+FASTER = torch.cumprod(1 - torch.linspace(1e-4, 0.002, T), 0)
+HEALTHY = {
+    "ddim": (vp, ddim),
+    "ddim, cut off": (vp, lambda network: ddim(network, clip=True)),
+    "ddim, guided": (vp, lambda network: ddim(network, guided=True)),
+    "ancestral": (vp, ancestral),
+    "ancestral, cut off": (vp, lambda network: ancestral(network, clip=True)),
+    "euler": (flow, euler),
+    "heun": (flow, lambda network: euler(network, heun=True)),
+    "the average": (vp, lambda network: ddim(copy.deepcopy(network))),
+    "validation": (vp, validation),
+    "another network": (vp, lambda network: ddim(Network(), predicts="sample")),
+}
+FAULTS = {
+    "answers are images": (vp, lambda network: ddim(network, predicts="sample"), "target-other-sampler"),
+    "the sign of the velocity": (flow, lambda network: euler(network, sign=-1), "target-other-sampler"),
+    "from images to noise": (flow, lambda network: euler(network, sign=-1, begin=0.0), "target-sampled-backwards"),
+    "the ends exchanged": (flow, lambda network: euler(network, begin=0.0), "target-sampled-backwards"),
+    "another schedule": (vp, lambda network: ddim(network, bar=FASTER), "export-other-schedule"),
+}
+
+
+@pytest.mark.parametrize("name", [*HEALTHY, *FAULTS])
+def test_a_sampler_is_that_of_the_loss(name):
+    loss, sample, *codes = (HEALTHY | FAULTS)[name]
+    network, update = Network(), iter(range(999))
+    found, _ = train(network, loss(network), updates=40, after=lambda: next(update) == 39 and sample(network))
+    assert found == codes
+
+
+def test_a_network_is_called_and_kept_as_without_the_doctor():
+    network, update, kept = Network(), iter(range(99)), []
+
+    def after():
+        if next(update) == 39:
+            kept.append(pickle.dumps(network))
+            kept.append(network(torch.zeros(shape(2)), t=torch.zeros(2)))
+
+    train(network, vp(network), updates=40, after=after)
+    assert "__call__" not in vars(Network)
+    assert torch.equal(pickle.loads(kept[0])(torch.zeros(shape(2)), torch.zeros(2)), kept[1])
