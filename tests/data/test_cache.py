@@ -165,7 +165,7 @@ def test_no_room_and_no_permission_are_one_clear_line(tmp_path, monkeypatch):
         pack_once(tmp_path / "file" / "abc", 5, reader(images), PREPARE)
     with monkeypatch.context() as patch:
         patch.setattr(packing.shutil, "disk_usage", lambda folder: packing.shutil._ntuple_diskusage(9, 9, 0))
-        with pytest.raises(UserError, match=r"(?s)0\.0 GB free.*--cache_images no"):
+        with pytest.raises(UserError, match=r"(?s)0\.0 kB free.*--cache_images no"):
             pack_once(tmp_path / "abc", 5, reader(images), PREPARE)
     assert not (tmp_path / "abc").exists()
 

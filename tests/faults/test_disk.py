@@ -2,15 +2,19 @@
 
 import contextlib
 import importlib
+import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import datasets
 import pytest
 from accelerate.state import AcceleratorState
-from conftest import logged_scalars, make_tiny_flags, same_bytes, slow_turns
+from conftest import TINY_NETWORK, logged_scalars, make_tiny_flags, same_bytes, slow_turns, small_kl
 from full_disk import Write, damaged, full_at
 from kills import EXPORTED, hashes, invalid_checkpoints, same
+from sklearn.datasets import load_digits
 
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
@@ -213,3 +217,56 @@ def test_each_write_of_another_script_may_find_the_disk_full(averages, name, tmp
             assert damaged(disk) == []
             assert call([])[0] == 0, write
             assert {path.name for path in disk.rglob("*")} == written
+
+
+@pytest.fixture(scope="module", params=["latents", "stream"])
+def other_data(request, tmp_path_factory) -> list:
+    """Flags of a tiny run whose images are encoded by an autoencoder, or read block by block."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "latents":
+        small_kl().save_pretrained(folder / "vae")
+        (network := folder / "latents").mkdir()
+        flags = make_tiny_flags(network)
+        (network / "config.json").write_text(json.dumps(TINY_NETWORK | {"in_channels": 3, "out_channels": 3}))
+        return [*flags, "--max_train_steps", 2, "--vae", folder / "vae", "--latent_scale", "auto", "--max_train_images", 120]
+    (folder / "shards").mkdir()
+    for number in range(2):
+        rows = {"image": list((load_digits().images[number * 30 : number * 30 + 30] * 15).astype("uint8"))}
+        rows = datasets.Dataset.from_dict(rows, features=datasets.Features({"image": datasets.Image()}))
+        rows.to_parquet(folder / "shards" / f"train-{number}.parquet", batch_size=10)
+    flags = make_tiny_flags(folder)
+    flags[flags.index("--dataset_name") + 1] = folder / "shards"
+    return [*flags, "--max_train_steps", 2, "--streaming", "--shuffle_window", 30]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(3))
+def test_each_write_of_latents_and_of_a_stream_may_find_the_disk_full(other_data, train, tmp_path, capsys, turn):
+    """What is left of latents is gone on with by the next start."""
+    with small_disk(tmp_path / "disk", "size=24m") as disk:
+
+        def start(chosen: list[Write]) -> tuple[int, str, list[Write]]:
+            said = ""
+            with full_at(disk, chosen) as (writes, full):
+                try:
+                    status = train(
+                        [*other_data, "--doctor", "off", "--cache_dir", disk / "cache", "--output_dir", disk / "run"]
+                    )
+                except UserError as error:
+                    status, said = 2, str(error)
+            return status, said + "".join(capsys.readouterr()), full if chosen else writes
+
+        status, _, writes = start([])
+        assert status == 0 and damaged(disk) == []
+        weights = (disk / "run" / EXPORTED).read_bytes()
+        kinds = {re.sub(r"[0-9a-f]{16,}|\d", "", write[0]): write for write in writes if write[0].startswith("cache/")}
+        assert len(kinds) > 5, writes
+        for write in list(kinds.values())[turn::3]:
+            for folder in disk.iterdir():
+                shutil.rmtree(folder)
+            status, said, full = start([write])
+            assert full == [write] and status in (0, 2) and "Traceback" not in said
+            assert status == 0 or "No space left on device" in said, said
+            if status:
+                assert start([])[0] == 0
+            assert damaged(disk) == [] and (disk / "run" / EXPORTED).read_bytes() == weights

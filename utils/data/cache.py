@@ -11,6 +11,7 @@ others wait. While packing, memory holds a few MB per core, and 8 bytes of each 
 import collections
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import math
@@ -36,7 +37,7 @@ from utils.core.signals import signals_held
 from utils.core.size import Size
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.decode import ImageFile, ImagePreparation, Prepared, cut, prepared
-from utils.data.packed_caches import PACKED
+from utils.data.packed_caches import PACKED, describe_size
 from utils.data.stored_files import is_remote
 
 PACKING_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
@@ -238,7 +239,8 @@ def free_for(folder: Path, needed: int) -> None:
     """Raises OSError where the disk of `folder` has no room for so many bytes."""
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise OSError(f"{needed / 1e9:.1f} GB needed at least, {free / 1e9:.1f} GB free")
+        sizes = f"{describe_size(needed)} needed at least, {describe_size(free)} free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}")
 
 
 def _write(
