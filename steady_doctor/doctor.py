@@ -10,6 +10,7 @@ from steady_doctor.found import Found
 from steady_doctor.identify.digest import digests
 from steady_doctor.identify.step import identify
 from steady_doctor.laws import judge
+from steady_doctor.laws.sampler import at, trained_levels
 from steady_doctor.record.by_hand import ByHand
 from steady_doctor.record.calls import owner_of
 from steady_doctor.record.options import Options
@@ -40,7 +41,8 @@ class Doctor:
     ):
         self.seen = Seen()
         self.ranks = Ranks()
-        self.session = Session(self._look, stopped, optimizer)
+        self.session = Session(self._look, stopped, optimizer, self._levels)
+        self._tables: tuple[int, dict] = 0, {}  # of how many steps, and what they say; see `trained_levels`
         self._told, self._begun = network, 0
         self._earlier: list[tuple[Seen, list[Found]]] = []  # trainings that were over when another one began
         self._looked, self._options = looked, Options()
@@ -70,15 +72,22 @@ class Doctor:
         self.ranks.tell(recorded.update, digests(recorded, step))
         self._looked()
 
+    def _levels(self, told: dict[str, float]) -> tuple[str, float, float, float, float] | None:
+        """See `calls.Levels`."""
+        if told and self._tables[0] != len(self.seen.steps):
+            self._tables = len(self.seen.steps), trained_levels(self.seen)
+        names = (name for name in self._tables[1] if name in told)
+        return next(((name, *known) for name in names if (known := at(self._tables[1][name], told[name]))), None)
+
     def _begin_anew(self) -> None:
         """Another training; what an earlier one of a denoiser showed stays."""
         if self.session.trainings.went_on:  # what seemed to be over is judged anew
             self._earlier.clear()
         elif self.seen.mixed() and self.session.earlier is not None:
-            self.seen.updates, self.seen.history, self.seen.copies = self.session.earlier
+            self.seen.updates, self.seen.history, self.seen.copies, self.seen.sampled = self.session.earlier
             self._earlier.append((self.seen, judge(self.seen)))
             self.seen.copies = None  # which knows the weights, and would keep them
-        self.session.earlier = None
+        self.session.earlier, self._tables = None, (0, {})
         self.seen, self.ranks = Seen(is_later=bool(self._earlier)), Ranks()
 
     @property

@@ -1,7 +1,7 @@
 """Whether the script's own sampler takes the network's answer for what the loss asks for.
 
-A step of any sampler of a path a x_0 + b noise, deterministic or not, leads from a point of the path to another one: what it
-makes of x, and of the answer that a perfect network would give there, p x_0 + q noise, has the share a of the next level.
+A step of any sampler on a path a x_0 + b noise, with fresh noise or without, leads from a point of the path to another one: of
+the answer that a perfect network would give, p x_0 + q noise, it makes the share a of the next level.
 """
 
 from collections.abc import Iterator
@@ -9,40 +9,37 @@ from collections.abc import Iterator
 import numpy as np
 
 from steady_doctor.found import Found
-from steady_doctor.record.calls import SamplerStep
 from steady_doctor.seen import Seen
 
 FEWEST = 32  # levels of training of which a, b, p and q are known
-STEPS = 8  # of the sampler
-NEAR = 0.5  # of an image of -1 to 1: beyond, samplers cut off what is predicted of it
-ENOUGH = 64  # numbers
-RELATED = 0.7  # of what the network gets next: what may have nothing to do with what it got and gave
+STEPS = 4  # of the sampler
 SAME = 1e-4  # of an angle: levels that are one and the same
-LEAST = 0.05  # of the image's share, over all steps
-MOST_OF_IT = 0.5  # of the image's share
+LEAST = 1e-4  # by which the image's share is to change in a step
 FEW, MANY = 1 / 3, 3  # times the step that the levels ask for
-ERRORS = 6.0  # standard errors
+MOST = 0.75  # of the steps
+MOST_OF_IT = 0.3  # of the image's share
 
 
 def read(seen: Seen) -> Iterator[Found]:
-    for name, trained in _trained(seen).items():
-        steps = [one for step in seen.sampled if (one := _drift(step, name, trained)) is not None]
-        if len(steps) < STEPS:
-            continue
-        wanted, made, variance = np.array(steps).sum(0)
-        if wanted < -MOST_OF_IT and max(step[0] for step in steps) <= 0:
-            yield Found("target-sampled-backwards", seen.mixed()[-1][0], {"steps": len(steps), "fall": -float(wanted)})
-            return
-        way, error = np.sign(wanted), ERRORS * variance**0.5
-        if abs(wanted) < LEAST or (made * way + error > FEW * abs(wanted) and made * way - error < MANY * abs(wanted)):
-            continue
-        figures = {"steps": len(steps), "wanted": float(wanted), "made": float(made)}
-        is_other = made * way < 0 or made * way > abs(wanted)
-        yield Found("target-other-sampler" if is_other else "export-other-schedule", seen.mixed()[-1][0], figures)
+    tables = trained_levels(seen)
+    steps = [one for one in seen.sampled if one.name in tables]
+    known = [(at(tables[one.name], one.told), at(tables[one.name], one.then), one.image) for one in steps]
+    moves = [(then[0] - now[0], image - now[0]) for now, then, image in known if now is not None and then is not None]
+    moves = [(wanted, made) for wanted, made in moves if abs(wanted) > LEAST]
+    if len(moves) < STEPS:
         return
+    wanted, made = np.array(moves).T
+    update, figures = seen.mixed()[-1][0], {"steps": len(wanted), "wanted": float(wanted.sum()), "made": float(made.sum())}
+    times = made / wanted
+    if wanted.max() < 0 and -wanted.sum() > MOST_OF_IT:
+        yield Found("target-sampled-backwards", update, {"steps": len(wanted), "fall": -float(wanted.sum())})
+    elif float(((times < 0) | (times > MANY)).mean()) > MOST:
+        yield Found("target-other-sampler", update, figures)
+    elif float((times < FEW).mean()) > MOST:
+        yield Found("export-other-schedule", update, figures)
 
 
-def _trained(seen: Seen) -> dict[str, np.ndarray]:
+def trained_levels(seen: Seen) -> dict[str, np.ndarray]:
     """Of each argument of the network that follows the noise level: [5, N], sorted: it, and a, b, p and q."""
     rows: dict[str, list[np.ndarray]] = {}
     for _, one in seen.mixed():
@@ -67,28 +64,9 @@ def _trained(seen: Seen) -> dict[str, np.ndarray]:
     return found
 
 
-def _drift(step: SamplerStep, name: str, trained: np.ndarray) -> tuple[float, float, float] | None:
-    """How much the image's share is to grow in this step, how much it does, and the variance of that; None: it is not known."""
-    now, then = step.told.get(name), step.then.get(name)
-    numbers = trained[0]
-    if now is None or then is None or not all(numbers[0] <= one <= numbers[-1] for one in (now, then)):
+def at(table: np.ndarray, number: float) -> tuple[float, float, float, float] | None:
+    """a, b, p and q where the network is told this; None beyond the levels of training."""
+    if not table[0, 0] <= number <= table[0, -1]:
         return None
-    a, b, p, q = (float(np.interp(now, numbers, row)) for row in trained[1:])
-    wanted = float(np.interp(then, numbers, trained[1])) - a
-    x, answer, after = (one.double().numpy() for one in (step.x, step.answer, step.after))
-    det = a * q - b * p
-    if abs(det) < 1e-3 * max(abs(p), abs(q)) or not all(np.isfinite(one).all() for one in (x, answer, after)):
-        return None
-    image, noise = (q * x - b * answer) / det, (a * answer - p * x) / det
-    near = np.abs(image) < NEAR
-    if near.sum() < ENOUGH:
-        return None
-    sides, y = np.stack([image, noise], 1)[near], after[near]
-    gram = sides.T @ sides
-    if np.linalg.cond(gram) > 1e6:
-        return None
-    shares = np.linalg.solve(gram, sides.T @ y)
-    left = float(((y - sides @ shares) ** 2).sum())
-    if left > (RELATED**2) * float((y**2).sum()):
-        return None
-    return wanted, float(shares[0]) - a, left / len(y) * float(np.linalg.inv(gram)[0, 0])
+    a, b, p, q = (float(np.interp(number, table[0], row)) for row in table[1:])
+    return a, b, p, q

@@ -1,7 +1,11 @@
-"""The network's calls without gradients, of which a sampler is made: what one got and gave, and what the next one got."""
+"""The network's calls without gradients, of which a sampler is made: what the script makes of an answer, up to the next call.
+
+This is recorded, and computed again with the answer that a perfect network would give to a mixture of an image and noise.
+"""
 
 import gc
 import inspect
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -11,41 +15,62 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steady_doctor.record.ops import Op
+from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.samples import Samples
+from steady_doctor.record.tape import Tape
 
-MOST = 128  # steps that are kept, the more apart the longer a script samples
-NUMBERS = 1 << 14  # of each tensor
+MOST = 64  # steps that are kept, the more apart the longer a script samples
 ALIKE = 0.5  # the least cosine of a network and its average
+LONGEST = 1000  # operations and sources between two calls
+FAINT = 0.1  # spread of the image, so that no sampler cuts it off
+EXACT = 1e-2  # of what the network gets next, that may be neither the image nor the noise
 Told = dict[str, Tensor]  # arguments that are numbers, by their names: [1], or [B] with one for each image
+# Of arguments that were one number for all images: the name of the one that is the level, and a, b, p and q, see `SamplerStep`.
+Levels = Callable[[dict[str, float]], tuple[str, float, float, float, float] | None]
 
 
 @dataclass
 class SamplerStep:
-    """From one call of the network to the next one at another level. Tensors have the same places of the samples, [N], in
-    float32, on the host."""
+    """From a x_0 + b noise, with the answer p x_0 + q noise, to image x_0 + noise noise and fresh noise."""
 
-    told: dict[str, float]  # arguments that were one number for all samples
-    then: dict[str, float]  # and those of the next call
-    x: Tensor  # what the network got
-    answer: Tensor  # what it gave
-    after: Tensor  # what it got next
+    name: str  # of the argument by which the network is told the level
+    told: float
+    then: float  # at the next call
+    image: float
+    noise: float
+
+
+class _Short(Tape):
+    """What follows the last answer of a sampler, such as a measure of the samples, is not recorded."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if len(self.ops) > LONGEST:
+            self.paused = 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Calls:
     """`watch` begins; closing `hooks` ends it. Of a class that is compiled nothing is known.
 
     Args:
-        safely: calls what it is given, where nothing is recorded and no error reaches the script.
+        safely: calls what it is given, where nothing else is recorded and no error reaches the script.
         is_recorded: whether an update is recorded now.
         trained: called in such an update before each call with gradients: what the network gets, and what it is told.
     """
 
-    def __init__(self, safely: Callable, is_recorded: Callable[[], bool], trained: Callable[[Tensor, Told], None]):
+    def __init__(
+        self, safely: Callable, is_recorded: Callable[[], bool], trained: Callable[[Tensor, Told], None], levels: Levels
+    ):
         self.steps: list[SamplerStep] = []
         self.hooks = ExitStack()
-        self._safely, self._is_recorded, self._notes = safely, is_recorded, trained
+        self.hooks.callback(self._close)
+        self._safely, self._is_recorded, self._trained, self._levels = safely, is_recorded, trained, levels
         self._begun = False
-        self._last: tuple[nn.Module, dict[str, float], Tensor, Tensor] | None = None
+        self._tape: Tape | None = None  # from an answer on, up to the next call
+        self._got = torch.zeros(0)  # what the network got there
+        self._told: dict[str, float] = {}  # and was told
+        self._answers: list[Tensor] = []  # several for one step, as guidance has them
         self._count, self._every = 0, 1
         self._row = 0  # calls since the last one with gradients
         self._own: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # see `_is_alike`
@@ -59,23 +84,28 @@ class Calls:
             return
         kind, network = type(module), weakref.ref(module)
         del module
-        original = kind.__call__
+        original, thread = kind.__call__, threading.get_ident()
         try:
             names = list(inspect.signature(kind.forward).parameters)[1:]
         except (TypeError, ValueError):  # it is not written in Python
             return
 
         def called(this: nn.Module, *given: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._is_own(this, network()):
+            is_elsewhere = torch.compiler.is_compiling() or threading.get_ident() != thread
+            if is_elsewhere or not self._is_own(this, network()):
                 return original(this, *given, **named)
             arguments = dict(zip(names, given)) | named
             if torch.is_grad_enabled():
-                self._row, self._last = 0, None
+                self._row = 0
+                self._end(self._close)
                 if self._is_recorded():
-                    self._safely(self._trained, arguments)
+                    self._safely(self._note, arguments)
                 return original(this, *given, **named)
+            self._row += 1
+            self._end(self._arrive, arguments)
             answer = original(this, *given, **named)
-            self._safely(self._sampled, this, arguments, answer)
+            if self._row > 1:  # one call is none of a sampler
+                self._safely(self._leave, arguments, answer)
             return answer
 
         if "__call__" in vars(kind):
@@ -92,35 +122,83 @@ class Calls:
         except Exception:  # weights of any kind: it must not reach the script
             return False
 
-    def _trained(self, arguments: dict[str, Any]) -> None:
-        x = next((one for one in arguments.values() if _is_image(one)), None)
-        if x is not None:
-            self._notes(x, {name: one.detach().clone() for name, one in _numbers(arguments, len(x)).items()})
+    def _note(self, arguments: dict[str, Any]) -> None:
+        if (x := _image_in(arguments)) is not None:
+            self._trained(x, {name: one.detach().clone() for name, one in _numbers(arguments, len(x)).items()})
 
-    def _sampled(self, module: nn.Module, arguments: dict[str, Any], answer: Any) -> None:
+    def _end(self, how: Callable, *arguments: Any) -> None:
+        if (tape := self._tape) is not None:
+            self._safely(how, *arguments)
+            if self._tape is tape:  # the doctor has stopped
+                self._close()
+
+    def _close(self) -> None:
+        if self._tape is not None:
+            self._tape.__exit__(None, None, None)
+        self._tape, self._answers = None, []
+
+    def _arrive(self, arguments: dict[str, Any]) -> None:
+        """At the next call."""
+        x, tape = _image_in(arguments), self._tape
+        assert tape is not None  # noqa: S101
+        tape.__exit__(None, None, None)
+        self._tape = None
+        if x is None or x.shape != self._got.shape:
+            self._answers = []
+        elif not torch.equal(x, self._got):  # else another call for the same step
+            told = _told_to_all(arguments, len(x))
+            if (known := self._levels(self._told)) is not None and known[0] in told and (op := tape.op_of(x)) is not None:
+                with suppress(NotRecorded, RuntimeError, LookupError):
+                    self._add(tape, op, known, told[known[0]])
+            self._answers = []
+
+    def _leave(self, arguments: dict[str, Any], answer: Any) -> None:
+        """After a call, with the answer."""
         answer = getattr(answer, "sample", answer)
         answer = answer[0] if isinstance(answer, tuple) else answer
-        x = next((one for one in arguments.values() if _is_image(one)), None)
+        x = _image_in(arguments)
         if x is None or not isinstance(answer, Tensor) or answer.shape != x.shape:
+            self._answers = []
             return
-        self._count, self._row = self._count + 1, self._row + 1
-        if self._row < 2 or (self._last is None and self._count % self._every):  # one call is none of a sampler
-            return
-        numbers = {name: one.double().unique().tolist() for name, one in _numbers(arguments, len(x)).items()}
-        told = {name: ones[0] for name, ones in numbers.items() if len(ones) == 1}
-        now = _some(x)
-        if self._last is not None:
-            before, told_before, *values = self._last
-            if before is module and told_before.keys() == told.keys() and told_before != told and len(values[0]) == len(now):
-                self.steps.append(SamplerStep(told_before, told, *(one.float().cpu() for one in (*values, now))))
-            if len(self.steps) == MOST:
-                self.steps, self._every = self.steps[::2], 2 * self._every
-            is_same = before is module and told_before == told  # two calls of one step, as guidance has them
-            self._last = None
-            if not is_same and self._count % self._every:
+        if not self._answers:
+            self._count += 1
+            told = {} if self._count % self._every else _told_to_all(arguments, len(x))
+            if self._levels(told) is None:
                 return
-        if told:
-            self._last = module, told, now, _some(answer)
+            self._got, self._told = x.detach().clone(), told
+        self._answers.append(answer)
+        self._tape = _Short([])
+        self._tape.__enter__()
+
+    def _add(self, tape: Tape, op: Op, known: tuple[str, float, float, float, float], then: float) -> None:
+        (name, a, b, p, q), x = known, self._got
+        answers = {made for answer in self._answers if (made := tape.origin(answer)) and made.content & op.content}
+        if not answers:
+            return
+        half = len(x) // 2 if len(x) % 2 == 0 and torch.equal(x[: len(x) // 2], x[len(x) // 2 :]) else len(x)  # for guidance
+        generator = torch.Generator(x.device).manual_seed(0)
+        image, noise = (
+            torch.randn(half, *x.shape[1:], generator=generator, device=x.device)
+            .to(x.dtype)
+            .repeat(len(x) // half, *[1] * (x.ndim - 1))
+            for _ in range(2)
+        )
+        image = FAINT * image
+        given: dict[Op, Tensor] = dict.fromkeys(answers, p * image + q * noise)
+        for source in tape.sources(op.content):
+            value = tape.values.get(source.index)
+            if source.kind == "drawn":
+                given[source] = torch.zeros_like(tape.value(source))
+            elif source not in answers and value is not None and value.ndim and torch.equal(value, x[: len(value)]):
+                given[source] = (a * image + b * noise)[: len(value)]  # it is what the network got, or got twice
+        y = tape.value(op, given).double().flatten()
+        sides = torch.stack([image, noise]).double().flatten(1)
+        gram = sides @ sides.T
+        shares = torch.linalg.solve(gram, sides @ y)
+        if float((y - shares @ sides).norm()) <= EXACT * float(y.norm()):
+            self.steps.append(SamplerStep(name, self._told[name], then, *shares.tolist()))
+        if len(self.steps) == MOST:
+            self.steps, self._every = self.steps[::2], 2 * self._every
 
 
 def owner_of(parameters: list[Tensor]) -> nn.Module | None:
@@ -153,8 +231,9 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or any(vars(one).get("_orig_mod") is module for one in kinds)
 
 
-def _is_image(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 and value.numel() > len(value)
+def _image_in(arguments: dict[str, Any]) -> Tensor | None:
+    values = (one for one in arguments.values() if isinstance(one, Tensor) and one.is_floating_point() and one.ndim > 1)
+    return next((one for one in values if one.numel() > len(one)), None)
 
 
 def _numbers(arguments: dict[str, Any], size: int) -> Told:
@@ -164,7 +243,7 @@ def _numbers(arguments: dict[str, Any], size: int) -> Told:
     return plain | tensors
 
 
-def _some(value: Tensor) -> Tensor:
-    """[N]: a copy of some numbers, the same ones of each tensor of this shape."""
-    flat = value.detach().flatten()
-    return flat[:: -(-len(flat) // NUMBERS)].clone()
+def _told_to_all(arguments: dict[str, Any], size: int) -> dict[str, float]:
+    """Those that are one number for all samples."""
+    numbers = {name: one.double().unique().tolist() for name, one in _numbers(arguments, size).items()}
+    return {name: ones[0] for name, ones in numbers.items() if len(ones) == 1}

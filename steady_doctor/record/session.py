@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from steady_doctor.record.by_hand import asks_of_weights
-from steady_doctor.record.calls import Calls, Told
+from steady_doctor.record.calls import Calls, Levels, SamplerStep, Told
 from steady_doctor.record.copies import Copies
 from steady_doctor.record.history import History
 from steady_doctor.record.loads import Handling, Loads
@@ -39,7 +39,7 @@ class Session:
     """Watches the optimizers of this process. `judge` is called with each recorded update, and keeps what it needs of it.
 
     Nothing here raises into the script: an error of the doctor's is kept in `failure`, ends the recording, and `stopped` is
-    called with it. `optimizer`: the one whose updates count, where it is known.
+    called with it. `optimizer`: the one whose updates count, where it is known. `levels`: see `calls`.
     """
 
     _looks_for_copies = True
@@ -51,20 +51,23 @@ class Session:
         judge: Callable[[Recorded], None],
         stopped: Callable[[BaseException], None] = lambda error: None,
         optimizer: Optimizer | None = None,
+        levels: Levels = lambda told: None,
     ):
         self.trainings = Trainings(optimizer, self._begin)
         self.begun = 0  # how often it went on with another optimizer
         self.history = History()
         self.copies: Copies | None = None
         # Of the training before this one: its updates, and what is known of them.
-        self.earlier: tuple[int, History, Copies | None] | None = None
+        self.earlier: tuple[int, History, Copies | None, list[SamplerStep]] | None = None
         self.failure: BaseException | None = None
         self.resting = False  # whether what happens now is no part of the training
         self.tape: Tape | None = None
         self._left: Tape | None = None  # where it is not entered for a while
         self._rests_in_step = False  # as the tape does from before a step to after it
         self.loads = Loads()
-        self.calls = Calls(self._safely, lambda: self._recorded is not None, self._called)
+        self._levels = levels
+        self.calls = self._new_calls()
+        self._compiles = False
         self.stored = StoredWeights()
         self._judge, self._stopped = judge, stopped
         self._due = FIRST
@@ -82,7 +85,7 @@ class Session:
         hooks.callback(self._stop)
         self._watch_steps(hooks)
         wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
-        hooks.callback(self.calls.hooks.close)
+        hooks.callback(lambda: self.calls.hooks.close())
         wrap(hooks, torch, "compile", self._compile)
         without_warning(
             hooks, r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -241,8 +244,11 @@ class Session:
         """With another training in place of this one, of whose weights these copies are known."""
         self._stop()
         was_trained = isinstance(self.trainings.main, Optimizer) and self.trainings.updates
-        self.earlier = (self.trainings.updates, self.history, self.copies) if was_trained else None
+        known = self.trainings.updates, self.history, self.copies, self.calls.steps
+        self.earlier = known if was_trained else None
         self.history, self.copies = self.history.of_another(), copies
+        self.calls.hooks.close()
+        self.calls = self._new_calls()
         self.begun += 1
         self._due, self._computing = FIRST, None
 
@@ -279,8 +285,12 @@ class Session:
         return result
 
     def _compile(self, original: Callable, *arguments: Any, **options: Any) -> Any:
+        self._compiles = True
         self.calls.hooks.close()  # the compiler would go through what stands around the network
         return compile_(original, *arguments, **options)
+
+    def _new_calls(self) -> Calls:
+        return Calls(self._safely, lambda: self._recorded is not None, self._called, self._levels)
 
     def _called(self, x: Tensor, told: Told) -> None:
         if self.tape is not None and self._recorded is not None:
@@ -387,7 +397,7 @@ class Session:
         self._recorded = Recorded(self.tape, self.trainings.main, update, self.copies, self._computing)
         for tensor, number in self.loads.alive():
             self.tape.known([tensor], "data", number)
-        if self._reads_samplers:
+        if self._reads_samplers and not self._compiles:
             self.calls.watch(own)
         modules = self._recorded.modules
         self._seeing.callback(

@@ -70,6 +70,31 @@ def validation(network):
         network(noised, torch.full((len(x0),), t))
 
 
+class OfClasses(Network):
+    def __init__(self):
+        super().__init__()
+        self.classes = torch.nn.Embedding(11, 16)
+
+    def forward(self, x, t, y):
+        return self.last(torch.relu(self.first(x) + self.embedding(t) + self.classes(y)[:, :, None, None]))
+
+
+@pytest.mark.parametrize(("sign", "codes"), [(1, []), (-1, ["target-other-sampler"])])
+def test_guidance_calls_the_network_twice_at_each_level(sign, codes):
+    network, update = OfClasses(), iter(range(999))
+
+    @torch.no_grad()
+    def sample():
+        x, y, times = torch.randn(shape()), torch.arange(16) % 10, torch.linspace(1, 0, STEPS).tolist()
+        for now, then in pairwise(times):
+            t = torch.full((len(x),), 1000 * now)
+            given, free = network(x, t, y), network(x, t, torch.full_like(y, 10))
+            x = x + sign * (then - now) * (free + 3 * (given - free))
+
+    loss = flow(lambda x, t: network(x, t, torch.arange(len(x)) % 10))
+    assert train(network, loss, updates=40, after=lambda: next(update) == 39 and sample())[0] == codes
+
+
 FASTER = torch.cumprod(1 - torch.linspace(1e-4, 0.002, T), 0)
 HEALTHY = {
     "ddim": (vp, ddim),
@@ -111,3 +136,16 @@ def test_a_network_is_called_and_kept_as_without_the_doctor():
     train(network, vp(network), updates=40, after=after)
     assert "__call__" not in vars(Network)
     assert torch.equal(pickle.loads(kept[0])(torch.zeros(shape(2)), torch.zeros(2)), kept[1])
+
+
+def test_nothing_stands_around_a_network_that_is_compiled():
+    network, update, stands = Network(), iter(range(99)), []
+
+    def after():
+        if next(update) == 10:
+            stands.append("__call__" in vars(Network))
+            torch.compile(network, backend="eager")
+        stands.append("__call__" in vars(Network))
+
+    train(network, vp(network), updates=20, after=after)
+    assert stands[9:12] == [True, True, False] and not stands[-1]
