@@ -34,7 +34,7 @@ class Average:
     still: bool = False  # it is written and stays what it was, though the parameter is another
     times: int = 1  # between how many backward passes of the update it was written
     in_loss: bool = False  # a loss depends on it: a teacher's
-    # Of a matrix: sums over some numbers of before^2, parameter^2, and the product of both.
+    # Of a matrix: sums over some numbers of before^2, parameter^2, and the product of both, for the parameter nearest to it.
     beside: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
@@ -106,13 +106,18 @@ def _averages_of(recorded: Recorded, writes: list[Write]) -> list[Average | None
     olds, news = (Samples([getattr(write, which) for write in writes]).rows for which in ("before", "after"))
     enough = [len(write.after) >= FEWEST for write in writes]
     before, after, parameter = olds[numbers], news[numbers], recorded.at_start.rows[places]
-    sums = torch.stack([before * before, parameter * parameter, before * parameter]).sum(2).T.tolist()
+    nearest: dict[int, tuple[float, float, float]] = {}
+    for (number, _), (old, own, both) in zip(
+        pairs, torch.stack([before**2, parameter**2, before * parameter]).sum(2).T.tolist()
+    ):
+        if len(writes[number].shape) > 1 and _cosine(old, own, both) >= _cosine(*nearest.get(number, (1.0, 1.0, -1.0))):
+            nearest[number] = old, own, both
     found: list[Average | None] = [None] * len(writes)
-    for (number, k), keep, (old, own, both) in zip(pairs, _keeps(before, after, parameter).tolist(), sums):
+    for (number, k), keep in zip(pairs, _keeps(before, after, parameter).tolist()):
         best = found[number]  # what did not change fits each parameter of its shape
         if keep == keep and (best is None or _distance(keep) < _distance(best.keep)):
             still = torch.equal(olds[number], news[number])
-            beside = (old, own, both) if len(writes[number].shape) > 1 else (0.0, 0.0, 0.0)
+            beside = nearest.get(number, (0.0, 0.0, 0.0))
             found[number] = Average(k, keep, _when(recorded, writes[number].op.index), still=still, beside=beside)
     left = [place for place, (number, _) in enumerate(pairs) if found[number] is None and enough[number]]
     for place, (keep, new) in zip(left, _shares(before[left], after[left], parameter[left]).tolist() if left else ()):
@@ -120,6 +125,10 @@ def _averages_of(recorded: Recorded, writes: list[Write]) -> list[Average | None
         if keep == keep and found[number] is None:
             found[number] = Average(k, keep, _when(recorded, writes[number].op.index), keep + new)
     return found
+
+
+def _cosine(old: float, own: float, both: float) -> float:
+    return both / max((old * own) ** 0.5, 1e-300)
 
 
 def _distance(keep: float) -> float:

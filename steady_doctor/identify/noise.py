@@ -44,10 +44,10 @@ def _may_be_noise(source: Op, tape: Tape) -> bool:
     if not source.floating or source.name.startswith("bernoulli") or "dropout" in source.name:
         return False
     least = LEAST_OF_DATA if source.kind == "data" else LEAST
-    return source.kind == "drawn" or _is_standard_normal(tape.values.get(source.index), least)
+    return source.kind == "drawn" or is_standard_normal(tape.values.get(source.index), least)
 
 
-def _is_standard_normal(value: Tensor | None, least: int) -> bool:
+def is_standard_normal(value: Tensor | None, least: int) -> bool:
     """For noise that numpy drew: mean 0, spread 1 and the fourth moment of a normal distribution, by 6 standard errors."""
     if value is None or not value.is_floating_point() or value.numel() < least:
         return False

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from steady_doctor.found import Found
+from steady_doctor.identify.noise import is_standard_normal
 from steady_doctor.seen import Seen
 
 FEWEST = 32  # levels of training of which a, b, p and q are known
+ENOUGH = 64  # numbers that tell noise
 STEPS = 4  # of the sampler
 SAME = 1e-4  # of an angle: levels that are one and the same
 LEAST = 1e-4  # by which the image's share is to change in a step
@@ -31,7 +33,8 @@ def read(seen: Seen) -> Iterator[Found]:
     wanted, made = np.array(moves).T
     update, figures = seen.mixed()[-1][0], {"steps": len(wanted), "wanted": float(wanted.sum()), "made": float(made.sum())}
     times = made / wanted
-    if wanted.max() < 0 and -wanted.sum() > MOST_OF_IT:
+    from_noise = all(is_standard_normal(one.start, ENOUGH) for one in steps)  # else images are encoded, or changed
+    if wanted.max() < 0 and -wanted.sum() > MOST_OF_IT and from_noise:
         yield Found("target-sampled-backwards", update, {"steps": len(wanted), "fall": -float(wanted.sum())})
     elif float(((times < 0) | (times > MANY)).mean()) > MOST:
         yield Found("target-other-sampler", update, figures)

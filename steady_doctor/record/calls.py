@@ -6,6 +6,7 @@ This is recorded, and computed again with the answer that a perfect network woul
 import gc
 import inspect
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from steady_doctor.record.ops import Op
 from steady_doctor.record.replay import NotRecorded
@@ -23,6 +25,7 @@ from steady_doctor.record.tape import Tape
 MOST = 64  # steps that are kept, the more apart the longer a script samples
 ALIKE = 0.5  # the least cosine of a network and its average
 LONGEST = 1000  # operations and sources between two calls
+STARTS = 4096  # numbers of the first input
 FAINT = 0.1  # spread of the image, so that no sampler cuts it off
 EXACT = 1e-2  # of what the network gets next, that may be neither the image nor the noise
 Told = dict[str, Tensor]  # arguments that are numbers, by their names: [1], or [B] with one for each image
@@ -39,6 +42,7 @@ class SamplerStep:
     then: float  # at the next call
     image: float
     noise: float
+    start: Tensor  # float32: some numbers of what the first call of the row got
 
 
 class _Short(Tape):
@@ -73,6 +77,11 @@ class Calls:
         self._answers: list[Tensor] = []  # several for one step, as guidance has them
         self._count, self._every = 0, 1
         self._row = 0  # calls since the last one with gradients
+        self._broken = False
+        self._start = torch.zeros(0)
+        self._names: list[str] = []  # of the network's arguments
+        self._network: Callable[[], nn.Module | None] = lambda: None
+        self._thread = 0
         self._own: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # see `_is_alike`
 
     def watch(self, parameters: list[Tensor]) -> None:
@@ -80,44 +89,48 @@ class Calls:
         if self._begun:
             return
         self._begun, module = True, owner_of(parameters)
-        if module is None or _is_compiled(module):
+        if module is None or _is_compiled(module) or "__call__" in vars(kind := type(module)):
             return
-        kind, network = type(module), weakref.ref(module)
-        del module
-        original, thread = kind.__call__, threading.get_ident()
-        try:
-            names = list(inspect.signature(kind.forward).parameters)[1:]
-        except (TypeError, ValueError):  # it is not written in Python
-            return
-
-        def called(this: nn.Module, *given: Any, **named: Any) -> Any:
-            is_elsewhere = torch.compiler.is_compiling() or threading.get_ident() != thread
-            if is_elsewhere or not self._is_own(this, network()):
-                return original(this, *given, **named)
-            arguments = dict(zip(names, given)) | named
-            if torch.is_grad_enabled():
-                self._row = 0
-                self._end(self._close)
-                if self._is_recorded():
-                    self._safely(self._note, arguments)
-                return original(this, *given, **named)
-            self._row += 1
-            self._end(self._arrive, arguments)
-            answer = original(this, *given, **named)
-            if self._row > 1:  # one call is none of a sampler
-                self._safely(self._leave, arguments, answer)
-            return answer
-
-        if "__call__" in vars(kind):
-            self.hooks.callback(setattr, kind, "__call__", original)
-        else:
+        with suppress(TypeError, ValueError):  # of a network that is not written in Python
+            self._names = list(inspect.signature(kind.forward).parameters)[1:]
+            self._network, self._thread = weakref.ref(module), threading.get_ident()
             self.hooks.callback(delattr, kind, "__call__")
-        kind.__call__ = called  # type: ignore[method-assign]
+            kind.__call__ = _Around(self, kind)  # type: ignore[method-assign]
 
-    def _is_own(self, module: nn.Module, network: nn.Module | None) -> bool:
+    def around(self, original: Callable, this: nn.Module, given: tuple, named: dict[str, Any]) -> Any:
+        """Calls `original`, the network's own call, and looks at what it gets and gives."""
+        mode = _get_current_dispatch_mode()  # another one than a tape is the script's, or the compiler's
+        is_elsewhere = self._broken or torch.compiler.is_compiling() or threading.get_ident() != self._thread
+        if is_elsewhere or not (mode is None or isinstance(mode, Tape)) or not self._is_own(this):
+            return original(*given, **named)
+        arguments = dict(zip(self._names, given)) | named
+        if torch.is_grad_enabled():
+            self._row = 0
+            self._end(self._close)
+            if self._is_recorded():
+                self._safely(self._quietly, self._note, arguments)
+            return original(*given, **named)
+        self._row += 1
+        if self._row == 1:
+            self._safely(self._quietly, self._begin, arguments)
+        self._end(self._arrive, arguments)
+        answer = original(*given, **named)
+        if self._row > 1:  # one call is none of a sampler
+            self._safely(self._quietly, self._leave, arguments, answer)
+        return answer
+
+    def _quietly(self, how: Callable, *arguments: Any) -> None:
+        """An error ends the reading of samplers alone."""
+        try:
+            how(*arguments)
+        except Exception:
+            self._broken = True
+            self._close()
+
+    def _is_own(self, module: nn.Module) -> bool:
         try:
             if module not in self._own:
-                self._own[module] = _is_alike(module, network)
+                self._own[module] = _is_alike(module, self._network())
             return self._own[module]
         except Exception:  # weights of any kind: it must not reach the script
             return False
@@ -128,29 +141,35 @@ class Calls:
 
     def _end(self, how: Callable, *arguments: Any) -> None:
         if (tape := self._tape) is not None:
-            self._safely(how, *arguments)
+            self._safely(self._quietly, how, *arguments)
             if self._tape is tape:  # the doctor has stopped
                 self._close()
 
+    def _begin(self, arguments: dict[str, Any]) -> None:
+        x = _image_in(arguments)
+        self._start = torch.zeros(0) if x is None else x.detach().flatten()[:STARTS].float().clone()
+
     def _close(self) -> None:
-        if self._tape is not None:
-            self._tape.__exit__(None, None, None)
+        if (tape := self._tape) is not None and _get_current_dispatch_mode() is tape:
+            tape.__exit__(None, None, None)
+        elif tape is not None:  # a mode of the script's stands above it
+            tape.paused, self._broken = 1, True
         self._tape, self._answers = None, []
 
     def _arrive(self, arguments: dict[str, Any]) -> None:
         """At the next call."""
         x, tape = _image_in(arguments), self._tape
-        assert tape is not None  # noqa: S101
-        tape.__exit__(None, None, None)
-        self._tape = None
-        if x is None or x.shape != self._got.shape:
-            self._answers = []
-        elif not torch.equal(x, self._got):  # else another call for the same step
+        answers = self._answers
+        self._close()
+        if tape is None or self._broken or x is None or x.shape != self._got.shape:
+            return
+        if not torch.equal(x, self._got):
             told = _told_to_all(arguments, len(x))
             if (known := self._levels(self._told)) is not None and known[0] in told and (op := tape.op_of(x)) is not None:
                 with suppress(NotRecorded, RuntimeError, LookupError):
-                    self._add(tape, op, known, told[known[0]])
-            self._answers = []
+                    self._add(tape, op, answers, known, told[known[0]])
+        else:  # another call for the same step
+            self._answers = answers
 
     def _leave(self, arguments: dict[str, Any], answer: Any) -> None:
         """After a call, with the answer."""
@@ -170,9 +189,11 @@ class Calls:
         self._tape = _Short([])
         self._tape.__enter__()
 
-    def _add(self, tape: Tape, op: Op, known: tuple[str, float, float, float, float], then: float) -> None:
+    def _add(
+        self, tape: Tape, op: Op, given_out: list[Tensor], known: tuple[str, float, float, float, float], then: float
+    ) -> None:
         (name, a, b, p, q), x = known, self._got
-        answers = {made for answer in self._answers if (made := tape.origin(answer)) and made.content & op.content}
+        answers = {made for answer in given_out if (made := tape.origin(answer)) and made.content & op.content}
         if not answers:
             return
         half = len(x) // 2 if len(x) % 2 == 0 and torch.equal(x[: len(x) // 2], x[len(x) // 2 :]) else len(x)  # for guidance
@@ -196,9 +217,27 @@ class Calls:
         gram = sides @ sides.T
         shares = torch.linalg.solve(gram, sides @ y)
         if float((y - shares @ sides).norm()) <= EXACT * float(y.norm()):
-            self.steps.append(SamplerStep(name, self._told[name], then, *shares.tolist()))
+            of_image, of_noise = shares.tolist()
+            self.steps.append(SamplerStep(name, self._told[name], then, of_image, of_noise, self._start.cpu()))
         if len(self.steps) == MOST:
             self.steps, self._every = self.steps[::2], 2 * self._every
+
+
+class _Around:
+    """Stands in a class in the place of the call that it inherits, which torch.fx exchanges for a while. What a script keeps or
+    sends elsewhere has nothing of it."""
+
+    def __init__(self, calls: Calls, kind: type[nn.Module]):
+        self._calls, self._kind = calls, kind
+
+    def __get__(self, this: nn.Module | None, kind: type | None = None) -> Any:
+        return self if this is None else types.MethodType(self, this)
+
+    def __call__(self, this: nn.Module, *given: Any, **named: Any) -> Any:
+        return self._calls.around(super(self._kind, this).__call__, this, given, named)  # type: ignore[misc]
+
+    def __reduce__(self) -> tuple:
+        return getattr, (nn.Module, "__call__")
 
 
 def owner_of(parameters: list[Tensor]) -> nn.Module | None:
