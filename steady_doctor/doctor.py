@@ -12,7 +12,7 @@ from steady_doctor.identify.step import identify
 from steady_doctor.laws import judge
 from steady_doctor.laws.sampler import at, trained_levels
 from steady_doctor.record.by_hand import ByHand
-from steady_doctor.record.calls import owner_of
+from steady_doctor.record.calls import Level, owner_of
 from steady_doctor.record.options import Options
 from steady_doctor.record.ranks import Ranks
 from steady_doctor.record.recorded import Recorded
@@ -72,12 +72,16 @@ class Doctor:
         self.ranks.tell(recorded.update, digests(recorded, step))
         self._looked()
 
-    def _levels(self, told: dict[str, float]) -> tuple[str, float, float, float, float] | None:
+    def _levels(self, told: dict[str, float]) -> Level | None:
         """See `calls.Levels`."""
         if told and self._tables[0] != len(self.seen.steps):
             self._tables = len(self.seen.steps), trained_levels(self.seen)
-        names = (name for name in self._tables[1] if name in told)
-        return next(((name, *known) for name in names if (known := at(self._tables[1][name], told[name]))), None)
+        images = [
+            one.mixture.clean for _, one in self.seen.mixed() if one.mixture is not None and one.mixture.clean is not None
+        ]
+        names = (name for name in self._tables[1] if name in told and images)
+        known = ((name, at(self._tables[1][name], told[name])) for name in names)
+        return next((Level(name, *shares, images[-1].low, images[-1].high) for name, shares in known if shares), None)
 
     def _begin_anew(self) -> None:
         """Another training; what an earlier one of a denoiser showed stays."""

@@ -15,7 +15,7 @@ from steady_doctor.seen import Seen
 ERRORS = 6.0  # standard errors
 CHANCE = 1e-6  # that a healthy script is accused by chance
 LEFT_OUT = 0.25  # of a path at one end, that a script may leave out on purpose
-SHIFTED = 0.35  # of a line
+SHIFTED, CUT = 0.35, 0.15  # of a line; the latter where the levels end at once
 ENOUGH, DENSE = 64, 0.06  # levels, and the share of them in the outer tenths of their range
 FEW_CHANGE, SOME_CHANGE = 0.2, 0.5  # of an embedding's numbers; the latter where none of them rises and falls
 UNCHANGED = 0.1  # of its range, by which a number of the embedding does not count as changed
@@ -159,7 +159,7 @@ def covered(seen: Seen) -> Iterator[Found]:
     if low < -1e-6 or high > 1 + 1e-6:
         yield Found("timestep-outside", known[0][0], {"low": low, "high": high})
     by_chance = len(place) if not any(alone(seen)) else len(place.unique())
-    shifted = 0.0 if _has_edges(place, low, high) else SHIFTED
+    shifted = CUT if _has_edges(place, low, high) else SHIFTED
     ends = ((low, "low"), (1 - high, "high")) if found.kind != "flow" else ((low + 1 - high - shifted, "low"),)
     for left, end in ends:  # of a line, times may be shifted to much noise, and need not reach the other end
         if left > LEFT_OUT and (1 - left) ** by_chance < CHANCE:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,29 @@ MOST = 64  # steps that are kept, the more apart the longer a script samples
 ALIKE = 0.5  # the least cosine of a network and its average
 LONGEST = 1000  # operations and sources between two calls
 STARTS = 4096  # numbers of the first input
-FAINT = 0.1  # spread of the image, so that no sampler cuts it off
+FAINT = 0.1  # contrast of the image, so that no sampler cuts it off
 EXACT = 1e-2  # of what the network gets next, that may be neither the image nor the noise
 Told = dict[str, Tensor]  # arguments that are numbers, by their names: [1], or [B] with one for each image
-# Of arguments that were one number for all images: the name of the one that is the level, and a, b, p and q, see `SamplerStep`.
-Levels = Callable[[dict[str, float]], tuple[str, float, float, float, float] | None]
+
+
+class Level(NamedTuple):
+    """The network gets a x_0 + b noise there, and is to answer p x_0 + q noise. Images are from `low` to `high`."""
+
+    name: str  # of the argument by which the network is told it
+    a: float
+    b: float
+    p: float
+    q: float
+    low: float
+    high: float
+
+
+Levels = Callable[[dict[str, float]], Level | None]  # of arguments that were one number for all images
 
 
 @dataclass
 class SamplerStep:
-    """From a x_0 + b noise, with the answer p x_0 + q noise, to image x_0 + noise noise and fresh noise."""
+    """From a x_0 + b noise, with the answer of a perfect network, to image x_0 + noise noise and fresh noise."""
 
     name: str  # of the argument by which the network is told the level
     told: float
@@ -100,7 +113,9 @@ class Calls:
     def around(self, original: Callable, this: nn.Module, given: tuple, named: dict[str, Any]) -> Any:
         """Calls `original`, the network's own call, and looks at what it gets and gives."""
         mode = _get_current_dispatch_mode()  # another one than a tape is the script's, or the compiler's
-        is_elsewhere = self._broken or torch.compiler.is_compiling() or threading.get_ident() != self._thread
+        is_elsewhere = (
+            self._broken or torch.compiler.is_compiling() or torch.jit.is_tracing() or threading.get_ident() != self._thread
+        )
         if is_elsewhere or not (mode is None or isinstance(mode, Tape)) or not self._is_own(this):
             return original(*given, **named)
         arguments = dict(zip(self._names, given)) | named
@@ -165,9 +180,9 @@ class Calls:
             return
         if not torch.equal(x, self._got):
             told = _told_to_all(arguments, len(x))
-            if (known := self._levels(self._told)) is not None and known[0] in told and (op := tape.op_of(x)) is not None:
+            if (known := self._levels(self._told)) is not None and known.name in told and (op := tape.op_of(x)) is not None:
                 with suppress(NotRecorded, RuntimeError, LookupError):
-                    self._add(tape, op, answers, known, told[known[0]])
+                    self._add(tape, op, answers, known, told[known.name])
         else:  # another call for the same step
             self._answers = answers
 
@@ -181,7 +196,7 @@ class Calls:
             return
         if not self._answers:
             self._count += 1
-            told = {} if self._count % self._every else _told_to_all(arguments, len(x))
+            told = {} if _scattered(self._count) % self._every else _told_to_all(arguments, len(x))
             if self._levels(told) is None:
                 return
             self._got, self._told = x.detach().clone(), told
@@ -189,10 +204,8 @@ class Calls:
         self._tape = _Short([])
         self._tape.__enter__()
 
-    def _add(
-        self, tape: Tape, op: Op, given_out: list[Tensor], known: tuple[str, float, float, float, float], then: float
-    ) -> None:
-        (name, a, b, p, q), x = known, self._got
+    def _add(self, tape: Tape, op: Op, given_out: list[Tensor], level: Level, then: float) -> None:
+        (name, a, b, p, q, low, high), x = level, self._got
         answers = {made for answer in given_out if (made := tape.origin(answer)) and made.content & op.content}
         if not answers:
             return
@@ -204,7 +217,7 @@ class Calls:
             .repeat(len(x) // half, *[1] * (x.ndim - 1))
             for _ in range(2)
         )
-        image = FAINT * image
+        image = (low + high) / 2 + FAINT * (high - low) / 2 * image
         given: dict[Op, Tensor] = dict.fromkeys(answers, p * image + q * noise)
         for source in tape.sources(op.content):
             value = tape.values.get(source.index)
@@ -220,7 +233,8 @@ class Calls:
             of_image, of_noise = shares.tolist()
             self.steps.append(SamplerStep(name, self._told[name], then, of_image, of_noise, self._start.cpu()))
         if len(self.steps) == MOST:
-            self.steps, self._every = self.steps[::2], 2 * self._every
+            self.steps = [one for place, one in enumerate(self.steps) if _scattered(place) % 2]
+            self._every *= 2
 
 
 class _Around:
@@ -268,6 +282,11 @@ def _is_alike(one: nn.Module, network: nn.Module | None) -> bool:
 def _is_compiled(module: nn.Module) -> bool:
     kinds = (one for one in gc.get_objects() if type(one).__name__ == "OptimizedModule")
     return module._compiled_call_impl is not None or any(vars(one).get("_orig_mod") is module for one in kinds)
+
+
+def _scattered(number: int) -> int:
+    """Whole numbers without a rhythm: calls may have one, of two or four in a step."""
+    return (number * 2654435761 % 2**32) >> 16
 
 
 def _image_in(arguments: dict[str, Any]) -> Tensor | None:

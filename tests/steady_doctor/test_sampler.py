@@ -31,13 +31,13 @@ def ddim(network, predicts="epsilon", bar=ALPHA_BAR, clip=False, guided=False):
 
 
 @torch.no_grad()
-def ancestral(network, clip=False):
+def ancestral(network, clip=False, low=-1):
     x = torch.randn(shape())
     for t in reversed(range(T)):
         answer = network(x, torch.full((len(x),), t))
         before = ALPHA_BAR[t - 1] if t else torch.ones(())
         image = (x - (1 - ALPHA_BAR[t]).sqrt() * answer) / ALPHA_BAR[t].sqrt()
-        image = image.clamp(-1, 1) if clip else image
+        image = image.clamp(low, 1) if clip else image
         mean = before.sqrt() * (1 - ALPHA[t]) * image + ALPHA[t].sqrt() * (1 - before) * x
         x = mean / (1 - ALPHA_BAR[t]) + (1 - ALPHA[t]).sqrt() * torch.randn_like(x)
 
@@ -133,6 +133,16 @@ FAULTS = {
     "the ends exchanged": (flow, lambda network: euler(network, begin=0.0), "target-sampled-backwards"),
     "another schedule": (vp, lambda network: ddim(network, bar=FASTER), "export-other-schedule"),
 }
+
+
+def test_a_sampler_that_cuts_off_at_the_range_of_the_images():
+    network, update, images = (
+        Network(),
+        iter(range(999)),
+        torch.rand(64, C, SIDE, SIDE, generator=torch.Generator().manual_seed(1)),
+    )
+    sample = lambda: next(update) == 39 and ancestral(network, True, 0)  # noqa: E731
+    assert train(network, vp(network), updates=40, data=images, after=sample)[0] == ["data-unsigned"]
 
 
 @pytest.mark.parametrize("name", [*HEALTHY, *FAULTS])
