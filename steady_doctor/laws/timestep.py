@@ -84,7 +84,7 @@ def counted(seen: Seen) -> Iterator[Found]:
         straight = [line for line in lines if line is not None]
         if lines[0] is None:  # it is told something else than the number of a row
             continue
-        if straight[0][0] < 0:
+        if straight[0][0] < 0 and float(mixture.table[2, -1]) > float(mixture.table[2, 0]):  # else the table begins with noise
             yield Found("timestep-reversed", update)
         counts = [shift for slope, shift in straight if abs(slope - 1) < 1e-6]
         first_is_a_level = float(mixture.table[2, 0]) > 1e-6

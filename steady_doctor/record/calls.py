@@ -74,6 +74,7 @@ class Calls:
         safely: calls what it is given, where nothing else is recorded and no error reaches the script.
         is_recorded: whether an update is recorded now.
         trained: called in such an update before each call with gradients: what the network gets, and what it is told.
+        levels: what the training asks for at a level; None where that is not known.
     """
 
     def __init__(
@@ -113,9 +114,7 @@ class Calls:
     def around(self, original: Callable, this: nn.Module, given: tuple, named: dict[str, Any]) -> Any:
         """Calls `original`, the network's own call, and looks at what it gets and gives."""
         mode = _get_current_dispatch_mode()  # another one than a tape is the script's, or the compiler's
-        is_elsewhere = (
-            self._broken or torch.compiler.is_compiling() or torch.jit.is_tracing() or threading.get_ident() != self._thread
-        )
+        is_elsewhere = self._broken or _is_captured() or threading.get_ident() != self._thread
         if is_elsewhere or not (mode is None or isinstance(mode, Tape)) or not self._is_own(this):
             return original(*given, **named)
         arguments = dict(zip(self._names, given)) | named
@@ -282,6 +281,12 @@ def _is_alike(one: nn.Module, network: nn.Module | None) -> bool:
 def _is_compiled(module: nn.Module) -> bool:
     kinds = (one for one in gc.get_objects() if type(one).__name__ == "OptimizedModule")
     return module._compiled_call_impl is not None or any(vars(one).get("_orig_mod") is module for one in kinds)
+
+
+def _is_captured() -> bool:
+    """Whether this call is compiled, traced or put into a graph, and what stands around it would be, too."""
+    in_graph = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or in_graph
 
 
 def _scattered(number: int) -> int:

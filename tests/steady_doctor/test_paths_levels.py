@@ -81,6 +81,18 @@ def test_levels_that_no_operation_writes(told, codes):
     assert found == codes and "variance-preserving path, v" in said
 
 
+@pytest.mark.parametrize(("told", "codes"), [(lambda i: 999 - i, []), (lambda i: i.flip(0), ["timestep-other"])])
+def test_a_table_that_begins_with_noise_as_that_of_flow_matching_in_diffusers(told, codes):
+    network, sigmas = Network(), torch.linspace(1, 1 / T, T)
+
+    def loss_of(x0):
+        i, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        sigma = column(sigmas[i])
+        return mse_loss(network((1 - sigma) * x0 + sigma * noise, told(i)), noise - x0)
+
+    assert train(network, loss_of)[0] == codes
+
+
 @pytest.mark.parametrize(
     ("level", "codes"),
     [
