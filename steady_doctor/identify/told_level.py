@@ -12,7 +12,9 @@ FEWEST = 4  # samples whose levels tell that they are exchanged
 
 def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     """Notes what the network is told: the values of one number a sample through which all passes that it gets of the level."""
-    given = [part for each in _of_the_pass_that_learns(mixture, given) for part in _parts(each)]
+    noise = mixture.noise.content  # beside which the level may stand in one value
+    passes = _of_the_pass_that_learns(mixture, given)
+    given = [part for each in passes for part in (_parts(each) if each.value.content & noise else [each])]
     levels = sum(1 << source.index for source in mixture.levels)
     found: list[tuple[Op, tuple[Tensor, ...]]] = []
     of_each: set[Op] = set()  # those of which the last number is one for each sample

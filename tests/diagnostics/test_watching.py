@@ -174,7 +174,7 @@ def test_a_script_that_cannot_be_parsed(tmp_path):
 def test_of_networks_that_are_no_denoisers_nothing_is_judged(server, tmp_path):
     status, text, findings = watch(server, tmp_path, LOOPS / "autoencoder.py", 9)
     assert (status, findings) == (0, {})
-    assert "no mixture of image and noise was identified: nothing of image size that the network gets was drawn" in text
+    assert "no mixture of image and noise was identified: " in text
     assert text.count("0x") == 9
 
 
