@@ -130,9 +130,13 @@ def is_unwritten(name: str) -> bool:
     return name.startswith(("empty", "new_empty"))
 
 
-def takes_shape_alone(name: str) -> bool:
-    """Whether an operation of this name reads no number of what it is given: zeros in the shape of images are no images."""
-    return is_unwritten(name) or name.startswith("new_") or name.endswith("_like")
+def of_shapes_alone(op: Op, within: int = 4) -> bool:
+    """Whether what it reads was made `within` so many operations of the shapes of values, and of none of their numbers: of zeros
+    in the shape of labels."""
+    made = (
+        last.name.startswith("new_") or last.name.endswith("_like") or of_shapes_alone(last, within - 1) for _, last in op.reads
+    )
+    return bool(op.reads) and within > 0 and all(made)
 
 
 def written_by(traits: Traits, args: tuple, kwargs: dict) -> list[Tensor]:

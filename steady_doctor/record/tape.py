@@ -24,7 +24,7 @@ from steady_doctor.record.ops import (
     Write,
     draws,
     is_unwritten,
-    takes_shape_alone,
+    of_shapes_alone,
     tensors_in,
     written_by,
 )
@@ -207,8 +207,8 @@ class Tape(Replay, TorchDispatchMode):
                 self.writes.append(Write(op, stood.index, result.shape, before, sample(result)))
 
     def _follow(self, op: Op, reads: tuple[tuple[int, Op], ...]) -> None:
-        """What the value depends on."""
-        if takes_shape_alone(op.name):
+        """What the value depends on. What is written to weights, in the shape of one, depends on none of them."""
+        if is_unwritten(op.name) or (not op.with_grad and op.name.endswith("_like") and reads[0][1].kind in PARAMETERS):
             return
         of_content = [last for _, last in reads]
         for last in of_content:
@@ -237,7 +237,8 @@ class Tape(Replay, TorchDispatchMode):
         """A draw is a source, unless it changes what it reads, as dropout does: then what came out is kept. Numbers that are
         drawn by weights, as timesteps by their losses, are a draw."""
         value = (made or written)[0]
-        if op.content and not (written or op.name == "multinomial"):
+        is_own = op.name == "multinomial" or op.name.endswith("_like") or of_shapes_alone(op)
+        if op.content and not (written or is_own):
             if not op.behind:
                 self.held[op] = value
         elif not op.uses:
