@@ -131,7 +131,7 @@ def is_unwritten(name: str) -> bool:
 
 
 def of_shapes_alone(op: Op, within: int = 4) -> bool:
-    """Whether what it reads was made, `within` so many operations, of the shapes of values alone: of zeros in that of labels."""
+    """Whether what it reads was made, `within` so many operations, of shapes alone: of zeros in the shape of labels."""
     made = (
         last.name.startswith("new_") or last.name.endswith("_like") or of_shapes_alone(last, within - 1) for _, last in op.reads
     )
