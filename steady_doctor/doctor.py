@@ -74,7 +74,9 @@ class Doctor:
 
     def _levels(self, told: dict[str, float]) -> Level | None:
         """See `calls.Levels`."""
-        if told and self._tables[0] != len(self.seen.steps):
+        if not told:
+            return None
+        if self._tables[0] != len(self.seen.steps):
             self._tables = len(self.seen.steps), trained_levels(self.seen)
         images = [
             one.mixture.clean for _, one in self.seen.mixed() if one.mixture is not None and one.mixture.clean is not None

@@ -1,6 +1,7 @@
 """What the networks are given beside the noised image and its level: labels, texts, hints, masks."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -74,7 +75,9 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
         found.given.append(condition)
         made_of.append(value.content)
     _keep_least_dropped(found.given, made_of)
-    found.given += [_condition(tape, value, mixture, unused=True) for value in _unused(tape, root, end, mixture)]
+    for value in _unused(tape, root, end, mixture):
+        with suppress(NotRecorded):
+            found.given.append(_condition(tape, value, mixture, unused=True))
     levels = sum(1 << source.index for source in mixture.levels)
     met = _met(tape, end, by_layers_alone=True)
     readers = [at for at, value in met if (value.content | value.choice) & levels and not value.content & mixture.noise.content]

@@ -12,9 +12,7 @@ FEWEST = 4  # samples whose levels tell that they are exchanged
 
 def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     """Notes what the network is told: the values of one number a sample through which all passes that it gets of the level."""
-    noise = mixture.noise.content  # beside which the level may stand in one value
-    passes = _of_the_pass_that_learns(mixture, given)
-    given = [part for each in passes for part in (_parts(each) if each.value.content & noise else [each])]
+    given = [part for each in _of_the_pass_that_learns(mixture, given) for part in _parts(each, mixture.noise.content)]
     levels = sum(1 << source.index for source in mixture.levels)
     found: list[tuple[Op, tuple[Tensor, ...]]] = []
     of_each: set[Op] = set()  # those of which the last number is one for each sample
@@ -51,11 +49,11 @@ def _of_the_pass_that_learns(mixture: Mixture, given: list[Given]) -> list[Given
     return [each for each in given if each.at.index > answered]
 
 
-def _parts(given: Given) -> list[Given]:
-    """What stands side by side in it."""
-    if given.value.name != "cat":
+def _parts(given: Given, noise: int) -> list[Given]:
+    """What stands side by side in it, where noise is in it: the level may stand beside that."""
+    if given.value.name != "cat" or not given.value.content & noise:
         return [given]
-    return [part for _, last in given.value.reads for part in _parts(Given(given.at, last))]
+    return [part for _, last in given.value.reads for part in _parts(Given(given.at, last), noise)]
 
 
 def _may_be_told(tape: Tape, mixture: Mixture, given: list[Given]) -> bool:

@@ -48,13 +48,12 @@ Levels = Callable[[dict[str, float]], Level | None]  # of arguments that were on
 
 @dataclass
 class SamplerStep:
-    """From a x_0 + b noise, with the answer of a perfect network, to image x_0 + noise noise and fresh noise."""
+    """From a x_0 + b noise, with the answer of a perfect network, to image x_0 and noise."""
 
     name: str  # of the argument by which the network is told the level
     told: float
     then: float  # at the next call
     image: float
-    noise: float
     start: Tensor  # float32: some numbers of what the first call of the row got
 
 
@@ -229,8 +228,7 @@ class Calls:
         gram = sides @ sides.T
         shares = torch.linalg.solve(gram, sides @ y)
         if float((y - shares @ sides).norm()) <= EXACT * float(y.norm()):
-            of_image, of_noise = shares.tolist()
-            self.steps.append(SamplerStep(name, self._told[name], then, of_image, of_noise, self._start.cpu()))
+            self.steps.append(SamplerStep(name, self._told[name], then, float(shares[0]), self._start.cpu()))
         if len(self.steps) == MOST:
             self.steps = [one for place, one in enumerate(self.steps) if _scattered(place) % 2]
             self._every *= 2
