@@ -5,4 +5,4 @@
 # Expected: on drawn shapes, about 27 of 36 samples were clean after 2,416 updates (benchmarks/quality/RESULTS.md). Whole runs and
 # other sets: not measured.
 accelerate launch train_ddpm.py --dataset_name "${1:?a dataset of the Hub}" --model_preset small32 --random_flip \
-    --output_dir "${2:?a folder for the run}"
+    --output_dir "${2:?a folder for the run}" --resume_from_checkpoint latest

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from steady_doctor.identify.batch import Batch, identify_batch
+from steady_doctor.identify.called import Called, find_called
 from steady_doctor.identify.conditions import Conditions, find_conditions
 from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixed import Mixture, Nothing, given_to_network, numel
@@ -54,7 +55,6 @@ class Mixed:
     behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
     noised: float = 0.0  # the share of the clean image that is a draw of its own
     changed_by: tuple[str, ...] = ()  # operations other than a change of shape or scale, between the mixture and the network
-    called: dict[str, Tensor] = field(default_factory=dict)  # [B]: numbers among the arguments of the network's call
     is_difference: bool = False  # the clean image is made of several of its size, so that its own strength is not known
 
 
@@ -96,6 +96,7 @@ class Pass:
     conditions: Conditions = field(default_factory=Conditions)
     batch: Batch | None = None
     drawn: Drawn | None = None  # of a loop that tells
+    called: Called | None = None  # of one that does not
 
     @property
     def levels(self) -> Tensor | None:
@@ -138,13 +139,14 @@ def _pass(recorded: Recorded, root: Op) -> Pass:
         target = find_target(tape, root, mixture)
         asked = None if target is None else _asked(tape, root, mixture, target)
         return Pass(
-            _mixed(tape, mixture, next((told for x, told in recorded.calls if x is mixture.input), {})),
+            _mixed(tape, mixture),
             asked,
             noise_in_loss=_noise_in_loss(tape, root),
             squares=_squares(tape, root, target, mixture.size),
             misplaced=_misplaced(tape, root),
             conditions=find_conditions(tape, root, mixture, None if target is None else target.output, recorded.no_gradient),
             batch=identify_batch(recorded, mixture),
+            called=None if target is None else find_called(tape, mixture, target, recorded.calls),
         )
     except (Nothing, NotRecorded) as error:
         return Pass(why_not=str(error), misplaced=_misplaced(tape, root), noise_in_loss=_noise_in_loss(tape, root))
@@ -172,7 +174,7 @@ def _told(recorded: Recorded, root: Op, place: int) -> Pass:
     return found
 
 
-def _mixed(tape: Tape, mixture: Mixture, called: dict[str, Tensor] | None = None) -> Mixed:
+def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
     return Mixed(
         mixture.size,
         tuple(source.name for source in mixture.draws),
@@ -195,7 +197,6 @@ def _mixed(tape: Tape, mixture: Mixture, called: dict[str, Tensor] | None = None
         mixture.behind_frozen,
         _noised(tape, mixture),
         _changed_by(tape, mixture),
-        {name: one.cpu() for name, one in (called or {}).items()},
         sum(one.kind != "drawn" and numel(one) >= mixture.value.numel() for one in tape.sources(mixture.image)) > 1,
     )
 

@@ -41,6 +41,7 @@ class Target:
     seen: Tensor | None = None  # samples of which enough elements count, [B]
     by_variance: bool = False  # how much its errors count depends on a variance that the network gives, too
     noised: bool = True  # any of what counts has noise in the input
+    wanted: Tensor | None = None  # `value` in the shape of the output; NaN where nothing counts
 
 
 def find_output(tape: Tape, root: Op, mixture: Mixture) -> Op | None:
@@ -154,6 +155,7 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
         if wanted is None:
             return Target(output, layers, "none")
         found = Target(output, layers, "operand", wanted)
+    found.wanted = wanted
     if _with_variance(value, mixture) and beside is not None:
         ours, others = (one[:, : mixture.value.shape[1]] for one in (here, beside))
         found.by_variance = bool((ours - others).norm() > SAME_WEIGHT * ours.norm())
@@ -316,18 +318,24 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _shares(tape: Tape, mixture: Mixture, value: Tensor, target: Target) -> None:
     """Least squares of the target's `value` by the clean image and the noise, for each sample, where there is noise. Of noise
     that several draws were added up to, some of them may be asked for."""
-    is_noised = (mixture.where > 0) & (mixture.b != 0).to(value.device).reshape(-1, *[1] * (value.ndim - 1))
-    known = (torch.isfinite(value) & is_noised).flatten(1).double()
-    y = torch.nan_to_num(value).double().flatten(1) * known
-    target.seen, target.noised = known.mean(1) > 0.02, bool(known.any())
     parts = [op for op in tape.upstream(mixture.noise) if op.floating and op.content and numel(op) == value.numel()]
     of_size = [tape.value(op).reshape(value.shape) for op in parts] if len(mixture.draws) > 1 else []
     for noise in (mixture.noise_value, *reversed(of_size)):
         if target.rest is not None and float(target.rest.max()) < LINEAR:
             break
-        found, rest = fit(y, *(v.double().flatten(1) * known for v in (mixture.clean_value, noise) if v is not None))
+        found, rest, known = fitted(mixture, value, noise)
+        target.seen, target.noised = known.mean(1) > 0.02, bool(known.any())
         if target.rest is None or float(rest.max()) < 0.1 * float(target.rest.max()):
             target.rest, target.p, target.q = rest, found[:, 0], found[:, 1]
+
+
+def fitted(mixture: Mixture, value: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the shares of the clean image and this noise in `value` [B, 2], the share that is neither [B], and which of its
+    numbers were counted [B, N]: those that are noised and not NaN."""
+    is_noised = (mixture.where > 0) & (mixture.b != 0).to(value.device).reshape(-1, *[1] * (value.ndim - 1))
+    known = (torch.isfinite(value) & is_noised).flatten(1).double()
+    y = torch.nan_to_num(value).double().flatten(1) * known
+    return *fit(y, *(v.double().flatten(1) * known for v in (mixture.clean_value, noise) if v is not None)), known
 
 
 def by_network(tape: Tape, root: Op, target: Target) -> bool:

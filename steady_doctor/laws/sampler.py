@@ -1,12 +1,14 @@
 """Whether the script's own sampler takes the network's answer for what the loss asks for.
 
-A step of any sampler on a path a x_0 + b noise, with fresh noise or without, leads from a point of the path to another one: of
-the answer that a perfect network would give, p x_0 + q noise, it makes the share a of the next level.
+A step of any sampler on a path a x_0 + b noise leads from a point of the path to another one: of the answer that a perfect
+network would give, p x_0 + q noise, it makes the share a of the next level, and the share b or, beside fresh noise, less of it.
 """
 
 from collections.abc import Iterator
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from steady_doctor.found import Found
 from steady_doctor.identify.noise import is_standard_normal
@@ -16,7 +18,7 @@ FEWEST = 32  # levels of training of which a, b, p and q are known
 ENOUGH = 64  # numbers that tell noise
 STEPS = 4  # of the sampler
 SAME = 1e-4  # of an angle: levels that are one and the same
-LEAST = 1e-4  # by which the image's share is to change in a step
+LEAST = 1e-4  # by which a share is to change in a step
 FEW, MANY = 1 / 3, 3  # times the step that the levels ask for
 MOST = 0.75  # of the steps
 MOST_OF_IT = 0.3  # of the image's share
@@ -25,38 +27,52 @@ MOST_OF_IT = 0.3  # of the image's share
 def read(seen: Seen) -> Iterator[Found]:
     tables = trained_levels(seen)
     steps = [one for one in seen.sampled if one.name in tables]
-    known = [(at(tables[one.name], one.told), at(tables[one.name], one.then), one.image) for one in steps]
-    moves = [(then[0] - now[0], image - now[0]) for now, then, image in known if now is not None and then is not None]
-    moves = [(wanted, made) for wanted, made in moves if abs(wanted) > LEAST]
-    if len(moves) < STEPS:
-        return
-    wanted, made = np.array(moves).T
-    update, figures = seen.mixed()[-1][0], {"steps": len(wanted), "wanted": float(wanted.sum()), "made": float(made.sum())}
-    times = made / wanted
-    from_noise = all(is_standard_normal(one.start, ENOUGH) for one in steps)  # else images are encoded, or changed
-    if wanted.max() < 0 and -wanted.sum() > MOST_OF_IT and from_noise:
-        yield Found("target-sampled-backwards", update, {"steps": len(wanted), "fall": -float(wanted.sum())})
-    elif float(((times < 0) | (times > MANY)).mean()) > MOST:
-        yield Found("target-other-sampler", update, figures)
-    elif float((times < FEW).mean()) > MOST:
-        yield Found("export-other-schedule", update, figures)
+    known = [(at(tables[one.name], one.told), at(tables[one.name], one.then), one) for one in steps]
+    known = [(now, then, one) for now, then, one in known if now is not None and then is not None]
+    update = seen.mixed()[-1][0] if known else 0
+    gains = [(then[0] - now[0], one.image - now[0]) for now, then, one in known]
+    gains = [(wanted, made) for wanted, made in gains if abs(wanted) > LEAST]
+    if len(gains) >= STEPS:
+        wanted, made = np.array(gains).T
+        from_noise = all(is_standard_normal(one.start, ENOUGH) for one in steps)  # else images are encoded, or changed
+        if wanted.max() < 0 and -wanted.sum() > MOST_OF_IT and from_noise:
+            yield Found("target-sampled-backwards", update, {"steps": len(wanted), "fall": -float(wanted.sum())})
+            return
+        if code := _misread(made / wanted, MANY):
+            yield Found(code, update, _figures("image", wanted, made))
+            return
+    # Fresh noise is not counted in what is left: a sampler that adds some takes off more than it wants, at most all of it.
+    losses = [(now[1] - then[1], min(now[1] - one.noise, now[1]), one.noise < -now[1] - then[1]) for now, then, one in known]
+    largest = max((now[1] for now, _, _ in known), default=0.0)
+    losses = [(wanted, made, is_beyond) for wanted, made, is_beyond in losses if wanted > LEAST * largest]
+    by_many_steps_at_a_level = any(one.told == one.then for one in steps)  # as Langevin's dynamics go
+    if len(losses) >= STEPS and not by_many_steps_at_a_level:
+        wanted, made, is_beyond = np.array(losses).T
+        if code := _misread(np.where(is_beyond, -1, made / wanted), np.inf):
+            yield Found(code, update, _figures("noise", -wanted, -made))
+
+
+def _misread(times: np.ndarray, many: float) -> str:
+    """Of steps as multiples of what the levels ask for."""
+    if float(((times < 0) | (times > many)).mean()) > MOST:
+        return "target-other-sampler"
+    return "export-other-schedule" if float((times < FEW).mean()) > MOST else ""
+
+
+def _figures(share: str, wanted: np.ndarray, made: np.ndarray) -> dict[str, str | float]:
+    return {"share": share, "steps": len(wanted), "wanted": float(wanted.sum()), "made": float(made.sum())}
 
 
 def trained_levels(seen: Seen) -> dict[str, np.ndarray]:
     """Of each argument of the network that follows the noise level: [5, N], sorted: it, and a, b, p and q."""
-    rows: dict[str, list[np.ndarray]] = {}
+    rows: dict[str, list[Tensor]] = {}
     for _, one in seen.mixed():
-        mixture, target = one.mixture, one.target
-        if mixture is None or mixture.a is None or target is None or target.p is None or target.q is None:
-            continue
-        counts = np.ones(mixture.size, bool) if target.seen is None else target.seen.numpy()
-        known = [part.double().numpy() for part in (mixture.a, mixture.b, target.p, target.q)]
-        for name, numbers in mixture.called.items():
-            if len(numbers) == mixture.size == len(known[2]):
-                rows.setdefault(name, []).append(np.stack([numbers.double().numpy(), *known])[:, counts])
+        if (called := one.called) is not None:
+            for name, numbers in called.told.items():
+                rows.setdefault(name, []).append(torch.stack([numbers, called.a, called.b, called.p, called.q]))
     found = {}
     for name, parts in rows.items():
-        table = np.concatenate(parts, 1)
+        table = torch.cat(parts, 1).numpy()
         table = table[:, np.argsort(table[0], kind="stable")]
         moves = np.diff(np.arctan2(table[2], table[1]))
         moved = np.diff(table[0]) > 0

@@ -32,7 +32,7 @@ Told = dict[str, Tensor]  # arguments that are numbers, by their names: [1], or 
 
 
 class Level(NamedTuple):
-    """The network gets a x_0 + b noise there, and is to answer p x_0 + q noise. Images are from `low` to `high`."""
+    """A call of the network gets a x_0 + b noise there, and is to give p x_0 + q noise. Images are from `low` to `high`."""
 
     name: str  # of the argument by which the network is told it
     a: float
@@ -48,12 +48,13 @@ Levels = Callable[[dict[str, float]], Level | None]  # of arguments that were on
 
 @dataclass
 class SamplerStep:
-    """From a x_0 + b noise, with the answer of a perfect network, to image x_0 and noise."""
+    """From a x_0 + b noise, with the answer of a perfect network, to image x_0 + noise times the same noise, and fresh noise."""
 
     name: str  # of the argument by which the network is told the level
     told: float
     then: float  # at the next call
     image: float
+    noise: float
     start: Tensor  # float32: some numbers of what the first call of the row got
 
 
@@ -72,13 +73,12 @@ class Calls:
     Args:
         safely: calls what it is given, where nothing else is recorded and no error reaches the script.
         is_recorded: whether an update is recorded now.
-        trained: called in such an update before each call with gradients: what the network gets, and what it is told.
+        trained: called in such an update before each call with gradients: what the network gets, and what it is told; and with
+            what it gave, after it.
         levels: what the training asks for at a level; None where that is not known.
     """
 
-    def __init__(
-        self, safely: Callable, is_recorded: Callable[[], bool], trained: Callable[[Tensor, Told], None], levels: Levels
-    ):
+    def __init__(self, safely: Callable, is_recorded: Callable[[], bool], trained: Callable[..., None], levels: Levels):
         self.steps: list[SamplerStep] = []
         self.hooks = ExitStack()
         self.hooks.callback(self._close)
@@ -120,9 +120,12 @@ class Calls:
         if torch.is_grad_enabled():
             self._row = 0
             self._end(self._close)
-            if self._is_recorded():
-                self._safely(self._quietly, self._note, arguments)
-            return original(*given, **named)
+            if not self._is_recorded():
+                return original(*given, **named)
+            self._safely(self._quietly, self._note, arguments)
+            answer = original(*given, **named)
+            self._safely(self._quietly, self._note_answer, answer)
+            return answer
         self._row += 1
         if self._row == 1:
             self._safely(self._quietly, self._begin, arguments)
@@ -151,6 +154,10 @@ class Calls:
     def _note(self, arguments: dict[str, Any]) -> None:
         if (x := _image_in(arguments)) is not None:
             self._trained(x, {name: one.detach().clone() for name, one in _numbers(arguments, len(x)).items()})
+
+    def _note_answer(self, answer: Any) -> None:
+        if (given := _answer_in(answer)) is not None:
+            self._trained(given)
 
     def _end(self, how: Callable, *arguments: Any) -> None:
         if (tape := self._tape) is not None:
@@ -186,10 +193,8 @@ class Calls:
 
     def _leave(self, arguments: dict[str, Any], answer: Any) -> None:
         """After a call, with the answer."""
-        answer = getattr(answer, "sample", answer)
-        answer = answer[0] if isinstance(answer, tuple) else answer
-        x = _image_in(arguments)
-        if x is None or not isinstance(answer, Tensor) or answer.shape != x.shape:
+        x, answer = _image_in(arguments), _answer_in(answer)
+        if x is None or answer is None or answer.shape != x.shape:
             self._answers = []
             return
         if not self._answers:
@@ -228,7 +233,7 @@ class Calls:
         gram = sides @ sides.T
         shares = torch.linalg.solve(gram, sides @ y)
         if float((y - shares @ sides).norm()) <= EXACT * float(y.norm()):
-            self.steps.append(SamplerStep(name, self._told[name], then, float(shares[0]), self._start.cpu()))
+            self.steps.append(SamplerStep(name, self._told[name], then, *shares.tolist(), self._start.cpu()))
         if len(self.steps) == MOST:
             self.steps = [one for place, one in enumerate(self.steps) if _scattered(place) % 2]
             self._every *= 2
@@ -295,6 +300,12 @@ def _scattered(number: int) -> int:
 def _image_in(arguments: dict[str, Any]) -> Tensor | None:
     values = (one for one in arguments.values() if isinstance(one, Tensor) and one.is_floating_point() and one.ndim > 1)
     return next((one for one in values if one.numel() > len(one)), None)
+
+
+def _answer_in(answer: Any) -> Tensor | None:
+    answer = getattr(answer, "sample", answer)
+    answer = answer[0] if isinstance(answer, tuple) and answer else answer
+    return answer if isinstance(answer, Tensor) else None
 
 
 def _numbers(arguments: dict[str, Any], size: int) -> Told:

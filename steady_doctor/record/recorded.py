@@ -55,6 +55,15 @@ def _equal(gradients: list[Tensor], end: float) -> int:
     return sum(int(one.sum()) for one in are) if max(rows, default=0) >= ROWS else 0
 
 
+@dataclass
+class Call:
+    """Of the network, with gradients."""
+
+    got: Op | None
+    told: dict[str, Tensor]  # numbers among its arguments, [1] or [B]
+    gave: Op | None = None
+
+
 class Recorded:
     """One recorded update: its tape, from the end of the step before to the end of its own step, and some numbers of each
     parameter and gradient at the events between."""
@@ -98,7 +107,7 @@ class Recorded:
         self.dropout, self.training = 0.0, True
         self.kept: list[Tensor] = []  # the whole weights at the start, of a small network
         self.is_over = False  # what was differentiated so far was for the step of another optimizer
-        self.calls: list[tuple[Op | None, dict[str, Tensor]]] = []  # of the network: what it got, and numbers that it was told
+        self.calls: list[Call] = []  # of the network
         self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
         self.datasets: dict[int, int] = {}  # number of a batch of a loader, of the newest ones: the id of its dataset
         self.loads = self.loaded_at = 0  # batches that loaders have returned so far, and the update before the newest

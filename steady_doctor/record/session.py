@@ -24,7 +24,7 @@ from steady_doctor.record.history import History
 from steady_doctor.record.loads import Handling, Loads
 from steady_doctor.record.ops import tensors_in
 from steady_doctor.record.options import told_micro_steps
-from steady_doctor.record.recorded import Recorded, parameters_of
+from steady_doctor.record.recorded import Call, Recorded, parameters_of
 from steady_doctor.record.stored_weights import StoredWeights
 from steady_doctor.record.tape import Tape
 from steady_doctor.record.trainings import Trainings
@@ -292,9 +292,13 @@ class Session:
     def _new_calls(self) -> Calls:
         return Calls(self._safely, lambda: self._recorded is not None, self._called, self._levels)
 
-    def _called(self, x: Tensor, told: Told) -> None:
+    def _called(self, x: Tensor, told: Told | None = None) -> None:
+        """`told`: None where x is what the call before gave."""
         if self.tape is not None and self._recorded is not None:
-            self._recorded.calls.append((self.tape.op_of(x), told))
+            if told is not None:
+                self._recorded.calls.append(Call(self.tape.op_of(x), told))
+            elif self._recorded.calls:
+                self._recorded.calls[-1].gave = self.tape.op_of(x)
 
     def _make_optimizer(self, original: Callable, optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
         original(optimizer, *arguments, **options)

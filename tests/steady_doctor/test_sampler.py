@@ -111,6 +111,48 @@ def test_guidance_calls_the_network_twice_at_each_level(sign, codes):
     assert train(network, loss, updates=40, after=lambda: next(update) == 39 and sample())[0] == codes
 
 
+class Velocity(Network):
+    """Its layers give the image, and the module makes a velocity of it (Li & He 2025)."""
+
+    def forward(self, x, t):
+        return (x - super().forward(x, t)) / column(t / 1000).clamp(min=0.02)
+
+
+class Score(Network):
+    """Its layers give the noise with another sign, which the module divides by sigma (Song et al. 2021)."""
+
+    def forward(self, x, sigma):
+        return super().forward(x, 100 * sigma.log()) / column(sigma)
+
+
+def exploding(network, sign=1):
+    def loss_of(x0):
+        sigma, noise = torch.exp(torch.rand(len(x0)) * 7 - 4), torch.randn_like(x0)
+        return (network(x0 + column(sigma) * noise, sigma) * column(sigma) + sign * noise).square().mean()
+
+    return loss_of
+
+
+@torch.no_grad()
+def reverse_sde(network, levels=STEPS, fresh=True, corrected=False):
+    sigmas = torch.exp(torch.linspace(3, -4, levels))
+    x = sigmas[0] * torch.randn(shape())
+    for now, then in pairwise(sigmas):
+        for _ in range(2 * corrected):
+            x = x + 0.02 * now**2 * network(x, now.expand(len(x))) + 0.2 * now * torch.randn_like(x)
+        x = x + (now**2 - then**2) * network(x, now.expand(len(x))) / (1 if fresh else 2)
+        x = x + fresh * (now**2 - then**2).sqrt() * torch.randn_like(x)
+
+
+@torch.no_grad()
+def langevin(network):
+    """Some steps at each level, and none from one level to the next (Song & Ermon 2019)."""
+    x = torch.randn(shape())
+    for sigma in torch.exp(torch.linspace(2, -3, 10)):
+        for _ in range(4):
+            x = x + 0.05 * sigma**2 * network(x, sigma.expand(len(x))) + 0.3 * sigma * torch.randn_like(x)
+
+
 FASTER = torch.cumprod(1 - torch.linspace(1e-4, 0.002, T), 0)
 HEALTHY = {
     "ddim": (vp, ddim),
@@ -124,6 +166,12 @@ HEALTHY = {
     "validation": (vp, validation),
     "the same images at each level": (vp, figure),
     "images to noise": (flow, encoded),
+    "a velocity made of an image": (flow, euler),
+    "reverse SDE": (exploding, reverse_sde),
+    "reverse SDE, few steps": (exploding, lambda network: reverse_sde(network, 12)),
+    "flow of probability": (exploding, lambda network: reverse_sde(network, fresh=False)),
+    "predictor and corrector": (exploding, lambda network: reverse_sde(network, corrected=True)),
+    "Langevin": (exploding, langevin),
     "another network": (vp, lambda network: ddim(Network(), predicts="sample")),
 }
 FAULTS = {
@@ -131,6 +179,9 @@ FAULTS = {
     "the sign of the velocity": (flow, lambda network: euler(network, sign=-1), "target-other-sampler"),
     "from images to noise": (flow, lambda network: euler(network, sign=-1, begin=0.0), "target-sampled-backwards"),
     "the ends exchanged": (flow, lambda network: euler(network, begin=0.0), "target-sampled-backwards"),
+    "the sign of a velocity made of an image": (flow, lambda network: euler(network, sign=-1), "target-other-sampler"),
+    "the sign of the score": (lambda network: exploding(network, -1), reverse_sde, "target-other-sampler"),
+    "the sign of the noise": (vp, lambda network: ddim(lambda *given: -network(*given)), "target-other-sampler"),
     "another schedule": (vp, lambda network: ddim(network, bar=FASTER), "export-other-schedule"),
 }
 
@@ -148,7 +199,8 @@ def test_a_sampler_that_cuts_off_at_the_range_of_the_images():
 @pytest.mark.parametrize("name", [*HEALTHY, *FAULTS])
 def test_a_sampler_is_that_of_the_loss(name):
     loss, sample, *codes = (HEALTHY | FAULTS)[name]
-    network, update = Network(), iter(range(999))
+    kind = Velocity if "made of an image" in name else Network if loss in (vp, flow) else Score
+    network, update = kind(), iter(range(999))
     found, _ = train(network, loss(network), updates=40, after=lambda: next(update) == 39 and sample(network))
     assert found == codes
 
