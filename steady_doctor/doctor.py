@@ -78,12 +78,11 @@ class Doctor:
             return None
         if self._tables[0] != len(self.seen.steps):
             self._tables = len(self.seen.steps), trained_levels(self.seen)
-        images = [
-            one.mixture.clean for _, one in self.seen.mixed() if one.mixture is not None and one.mixture.clean is not None
-        ]
-        names = (name for name in self._tables[1] if name in told and images)
-        known = ((name, at(self._tables[1][name], told[name])) for name in names)
-        return next((Level(name, *shares, images[-1].low, images[-1].high) for name, shares in known if shares), None)
+        called = [one.called for _, one in self.seen.mixed() if one.called is not None]
+        for name, table in self._tables[1].items():
+            if name in told and (shares := at(table, told[name])) is not None:
+                return Level(name, *shares, called[-1].low, called[-1].high, called[-1].channels)
+        return None
 
     def _begin_anew(self) -> None:
         """Another training; what an earlier one of a denoiser showed stays."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steady_doctor.identify.mixed import Mixture
+from steady_doctor.identify.mixed import Mixture, numel
 from steady_doctor.identify.target import Target, fitted
 from steady_doctor.record.ops import Op
 from steady_doctor.record.recorded import Call
@@ -17,10 +17,12 @@ REST = 2e-2  # of what it got or gave, that is neither of this image nor of this
 
 @dataclass
 class Called:
-    """It gets a clean + b noise, and gives p clean + q noise where the loss is least. Tensors are float64 [N], of the samples
-    that count; `told`: numbers among its arguments."""
+    """It gets a clean + b noise in `channels`, and gives p clean + q noise where the loss is least."""
 
-    told: dict[str, Tensor]
+    low: float  # of the clean images
+    high: float
+    channels: tuple[int, int]
+    told: dict[str, Tensor]  # numbers among its arguments; as all tensors here float64 [N], of the samples that count
     a: Tensor
     b: Tensor
     p: Tensor
@@ -32,8 +34,9 @@ def find_called(tape: Tape, mixture: Mixture, target: Target, calls: list[Call])
     call = next((one for one in calls if one.gave is not None and target.output in tape.upstream(one.gave)), None)
     if call is None or call.got is None or call.gave is None or target.wanted is None or mixture.clean_value is None:
         return None
+    got_op, channels = _noised_part(call.got, mixture)
     try:
-        both = tape.value(call.got), tape.value(call.gave, {target.output: target.wanted}, exact=True)
+        both = tape.value(got_op), tape.value(call.gave, {target.output: target.wanted}, exact=True)
         got, gave = (value.reshape(mixture.value.shape) for value in both)
     except (NotRecorded, RuntimeError):
         return None
@@ -42,4 +45,15 @@ def find_called(tape: Tape, mixture: Mixture, target: Target, calls: list[Call])
     if not bool(seen.any()) or float(torch.maximum(left, rest).cpu()[seen].max()) > REST:
         return None
     told = {name: one.double().cpu()[seen] for name, one in call.told.items() if len(one) == mixture.size}
-    return Called(told, *(one.cpu()[seen] for one in (*ab.unbind(1), *pq.unbind(1))))
+    low, high = torch.aminmax(mixture.clean_value)
+    return Called(float(low), float(high), channels, told, *(one.cpu()[seen] for one in (*ab.unbind(1), *pq.unbind(1))))
+
+
+def _noised_part(got: Op, mixture: Mixture) -> tuple[Op, tuple[int, int]]:
+    """What of it has the noise, where other images stand beside it, and the channels where it stands."""
+    begin = 0
+    for part in [last for _, last in got.reads] if got.name == "cat" and got.args[1:] == (1,) else ():
+        if part.content & mixture.noise.content and numel(part) == mixture.value.numel():
+            return part, (begin, begin + part.shape[1])
+        begin += part.shape[1]
+    return got, (0, got.shape[1])

@@ -32,7 +32,8 @@ Told = dict[str, Tensor]  # arguments that are numbers, by their names: [1], or 
 
 
 class Level(NamedTuple):
-    """A call of the network gets a x_0 + b noise there, and is to give p x_0 + q noise. Images are from `low` to `high`."""
+    """A call of the network gets a x_0 + b noise there, in `channels`, and is to give p x_0 + q noise. Images are from `low` to
+    `high`."""
 
     name: str  # of the argument by which the network is told it
     a: float
@@ -41,6 +42,7 @@ class Level(NamedTuple):
     q: float
     low: float
     high: float
+    channels: tuple[int, int]
 
 
 Levels = Callable[[dict[str, float]], Level | None]  # of arguments that were one number for all images
@@ -48,7 +50,7 @@ Levels = Callable[[dict[str, float]], Level | None]  # of arguments that were on
 
 @dataclass
 class SamplerStep:
-    """From a x_0 + b noise, with the answer of a perfect network, to image x_0 + noise times the same noise, and fresh noise."""
+    """From a x_0 + b noise, with the answer of a perfect network, to image x_0 + noise times this noise; fresh noise aside."""
 
     name: str  # of the argument by which the network is told the level
     told: float
@@ -95,11 +97,13 @@ class Calls:
         self._names: list[str] = []  # of the network's arguments
         self._network: Callable[[], nn.Module | None] = lambda: None
         self._thread = 0
-        self._own: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # see `_is_alike`
+        self._weights: tuple[list[torch.Size], Samples] = [], Samples([])  # as they were last: the network may be gone
+        self._own: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # it, its copies and averages
 
     def watch(self, parameters: list[Tensor]) -> None:
-        """Once, from the first recorded update on."""
+        """In each recorded update; it begins with the first one."""
         if self._begun:
+            self._weights = _weights_of(network) if (network := self._network()) is not None else self._weights
             return
         self._begun, module = True, owner_of(parameters)
         if module is None or _is_compiled(module) or "__call__" in vars(kind := type(module)):
@@ -107,6 +111,7 @@ class Calls:
         with suppress(TypeError, ValueError):  # of a network that is not written in Python
             self._names = list(inspect.signature(kind.forward).parameters)[1:]
             self._network, self._thread = weakref.ref(module), threading.get_ident()
+            self._weights = _weights_of(module)
             self.hooks.callback(delattr, kind, "__call__")
             kind.__call__ = _Around(self, kind)  # type: ignore[method-assign]
 
@@ -146,7 +151,7 @@ class Calls:
     def _is_own(self, module: nn.Module) -> bool:
         try:
             if module not in self._own:
-                self._own[module] = _is_alike(module, self._network())
+                self._own[module] = module is self._network() or _are_alike(_weights_of(module), self._weights)
             return self._own[module]
         except Exception:  # weights of any kind: it must not reach the script
             return False
@@ -181,34 +186,38 @@ class Calls:
         x, tape = _image_in(arguments), self._tape
         answers = self._answers
         self._close()
-        if tape is None or self._broken or x is None or x.shape != self._got.shape:
+        if tape is None or self._broken or x is None or (level := self._levels(self._told)) is None:
             return
-        if not torch.equal(x, self._got):
+        part = x[:, slice(*level.channels)]
+        if part.shape == self._got.shape and not torch.equal(part, self._got):
             told = _told_to_all(arguments, len(x))
-            if (known := self._levels(self._told)) is not None and known.name in told and (op := tape.op_of(x)) is not None:
+            if level.name in told and (op := tape.op_of(x)) is not None:
                 with suppress(NotRecorded, RuntimeError, LookupError):
-                    self._add(tape, op, answers, known, told[known.name])
-        else:  # another call for the same step
+                    self._add(tape, op, answers, level, told[level.name])
+        elif part.shape == self._got.shape:  # another call for the same step
             self._answers = answers
 
     def _leave(self, arguments: dict[str, Any], answer: Any) -> None:
         """After a call, with the answer."""
         x, answer = _image_in(arguments), _answer_in(answer)
-        if x is None or answer is None or answer.shape != x.shape:
+        if x is None or answer is None or answer.ndim != x.ndim or len(answer) != len(x):
             self._answers = []
             return
         if not self._answers:
             self._count += 1
             told = {} if _scattered(self._count) % self._every else _told_to_all(arguments, len(x))
-            if self._levels(told) is None:
+            if (level := self._levels(told)) is None:
                 return
-            self._got, self._told = x.detach().clone(), told
+            self._got, self._told = x[:, slice(*level.channels)].detach().clone(), told
+        if answer.shape != self._got.shape:
+            self._answers = []
+            return
         self._answers.append(answer)
         self._tape = _Short([])
         self._tape.__enter__()
 
     def _add(self, tape: Tape, op: Op, given_out: list[Tensor], level: Level, then: float) -> None:
-        (name, a, b, p, q, low, high), x = level, self._got
+        (name, a, b, p, q, low, high, channels), x = level, self._got
         answers = {made for answer in given_out if (made := tape.origin(answer)) and made.content & op.content}
         if not answers:
             return
@@ -228,12 +237,12 @@ class Calls:
                 given[source] = torch.zeros_like(tape.value(source))
             elif source not in answers and value is not None and value.ndim and torch.equal(value, x[: len(value)]):
                 given[source] = (a * image + b * noise)[: len(value)]  # it is what the network got, or got twice
-        y = tape.value(op, given).double().flatten()
+        y = tape.value(op, given)[:, slice(*channels)].double().flatten()
         sides = torch.stack([image, noise]).double().flatten(1)
         gram = sides @ sides.T
         shares = torch.linalg.solve(gram, sides @ y)
         if float((y - shares @ sides).norm()) <= EXACT * float(y.norm()):
-            self.steps.append(SamplerStep(name, self._told[name], then, *shares.tolist(), self._start.cpu()))
+            self.steps.append(SamplerStep(name, self._told[name], then, float(shares[0]), float(shares[1]), self._start.cpu()))
         if len(self.steps) == MOST:
             self.steps = [one for place, one in enumerate(self.steps) if _scattered(place) % 2]
             self._every *= 2
@@ -270,15 +279,15 @@ def owner_of(parameters: list[Tensor]) -> nn.Module | None:
     return owner
 
 
-def _is_alike(one: nn.Module, network: nn.Module | None) -> bool:
-    """Whether it is the network, or a copy or an average of it."""
-    if one is network or network is None:
-        return one is network
-    both = [list(each.parameters()) for each in (one, network)]
-    if [parameter.shape for parameter in both[0]] != [parameter.shape for parameter in both[1]]:
-        return False
-    ours, theirs = (Samples([parameter.detach() for parameter in each if parameter.ndim > 1]).flat for each in both)
-    return float(ours @ theirs) > ALIKE * float(ours.norm() * theirs.norm())
+def _weights_of(module: nn.Module) -> tuple[list[torch.Size], Samples]:
+    """The shapes of the parameters, and numbers of those that do not begin as 0 or 1."""
+    parameters = [parameter.detach() for parameter in module.parameters()]
+    return [parameter.shape for parameter in parameters], Samples([one for one in parameters if one.ndim > 1])
+
+
+def _are_alike(one: tuple[list[torch.Size], Samples], other: tuple[list[torch.Size], Samples]) -> bool:
+    ours, theirs = one[1].flat, other[1].flat
+    return one[0] == other[0] and float(ours @ theirs) > ALIKE * float(ours.norm() * theirs.norm())
 
 
 def _is_compiled(module: nn.Module) -> bool:

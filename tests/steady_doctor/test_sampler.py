@@ -1,12 +1,16 @@
 """The script's own sampler: of any kind it is silent, and a misread answer or another schedule is named."""
 
 import copy
+import gc
 import pickle
+import weakref
 from itertools import pairwise
 
 import pytest
 import torch
-from small_loops import ALPHA, ALPHA_BAR, SIDE, C, Network, T, column, train, vp
+from small_loops import ALPHA, ALPHA_BAR, SIDE, C, Network, T, column, pictures, train, vp
+
+from steady_doctor.doctor import Doctor
 
 STEPS = 50
 
@@ -153,6 +157,22 @@ def langevin(network):
             x = x + 0.05 * sigma**2 * network(x, sigma.expand(len(x))) + 0.3 * sigma * torch.randn_like(x)
 
 
+class Beside(Network):
+    """What it is given to be made better stands in channels before the noised image (Saharia et al. 2021)."""
+
+    def __init__(self):
+        super().__init__(channels=2 * C)
+
+
+def beside(network):
+    return lambda x0: vp(lambda x, t: network(torch.cat([x0.mean((2, 3), keepdim=True).expand_as(x0), x], 1), t))(x0)
+
+
+def sampled_beside(network, predicts="epsilon"):
+    image = torch.rand(shape()) * 2 - 1
+    ddim(lambda x, t: network(torch.cat([image, x], 1), t), predicts)
+
+
 FASTER = torch.cumprod(1 - torch.linspace(1e-4, 0.002, T), 0)
 HEALTHY = {
     "ddim": (vp, ddim),
@@ -172,6 +192,7 @@ HEALTHY = {
     "flow of probability": (exploding, lambda network: reverse_sde(network, fresh=False)),
     "predictor and corrector": (exploding, lambda network: reverse_sde(network, corrected=True)),
     "Langevin": (exploding, langevin),
+    "beside another image": (beside, sampled_beside),
     "another network": (vp, lambda network: ddim(Network(), predicts="sample")),
 }
 FAULTS = {
@@ -182,6 +203,11 @@ FAULTS = {
     "the sign of a velocity made of an image": (flow, lambda network: euler(network, sign=-1), "target-other-sampler"),
     "the sign of the score": (lambda network: exploding(network, -1), reverse_sde, "target-other-sampler"),
     "the sign of the noise": (vp, lambda network: ddim(lambda *given: -network(*given)), "target-other-sampler"),
+    "answers beside another image are images": (
+        beside,
+        lambda network: sampled_beside(network, "sample"),
+        "target-other-sampler",
+    ),
     "another schedule": (vp, lambda network: ddim(network, bar=FASTER), "export-other-schedule"),
 }
 
@@ -199,10 +225,33 @@ def test_a_sampler_that_cuts_off_at_the_range_of_the_images():
 @pytest.mark.parametrize("name", [*HEALTHY, *FAULTS])
 def test_a_sampler_is_that_of_the_loss(name):
     loss, sample, *codes = (HEALTHY | FAULTS)[name]
-    kind = Velocity if "made of an image" in name else Network if loss in (vp, flow) else Score
+    kind = {beside: Beside, vp: Network, flow: Velocity if "made of an image" in name else Network}.get(loss, Score)
     network, update = kind(), iter(range(999))
     found, _ = train(network, loss(network), updates=40, after=lambda: next(update) == 39 and sample(network))
     assert found == codes
+
+
+def trained():
+    network = Network()
+    optimizer, loss_of = torch.optim.Adam(network.parameters()), vp(network)
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss_of(pictures(16)).backward()
+        optimizer.step()
+    return weakref.ref(network), network.state_dict()
+
+
+@pytest.mark.parametrize(("predicts", "codes"), [("epsilon", []), ("sample", ["target-other-sampler"])])
+def test_samples_of_a_checkpoint_when_the_network_that_was_trained_is_gone(predicts, codes):
+    doctor = Doctor()
+    with doctor.install():
+        network, weights = trained()
+        gc.collect()
+        assert network() is None
+        again = Network()
+        again.load_state_dict(weights)
+        ddim(again, predicts)
+    assert [one.code for one in doctor.findings()] == codes
 
 
 def test_a_network_is_called_and_kept_as_without_the_doctor():
