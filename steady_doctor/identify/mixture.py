@@ -12,7 +12,7 @@ from torch import Tensor
 from steady_doctor.identify.fit import fit
 from steady_doctor.identify.mixed import LINEAR, Given, Mixture, Nothing, beside, given_to_network, multiple, numel
 from steady_doctor.identify.noise import broadcasts, noise_sources
-from steady_doctor.identify.rows import with_a_row_each
+from steady_doctor.identify.rows import differ, with_a_row_each
 from steady_doctor.identify.shares import find_growth, find_table, shares_at, something
 from steady_doctor.identify.told_level import find_told, told_otherwise
 from steady_doctor.record.ops import PARAMETERS, PICKS, Op
@@ -51,7 +51,7 @@ def _mixtures(tape: Tape, given: list[Given], noises: int) -> Iterator[Mixture]:
     """All that the network is given, and what this was made of, as far as they are mixtures of noise and something."""
     for got, candidate in _inputs(tape, given, noises):
         mixture = _mixture(tape, candidate, noises, _told_rows(tape, given, noises))
-        if mixture is None or _is_changed_later(tape, candidate, got, noises):
+        if mixture is None or _is_changed_later(tape, candidate, got, noises) or not _keeps_rows(tape, candidate, got):
             continue
         mixture.given = got
         mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
@@ -80,6 +80,21 @@ def _is_changed_later(tape: Tape, mixture: Op, given: Op, noises: int) -> bool:
                 return True
             after.add(op)
     return False
+
+
+def _keeps_rows(tape: Tape, mixture: Op, given: Op) -> bool:
+    """Whether each sample of it is that sample of what is given: a part of a batch may be cut off, and joined to another."""
+    if given is mixture or given.shape[:1] != mixture.shape[:1]:
+        return True
+    value, here = tape.value(mixture), tape.value(given)
+    for row in {0, len(value) - 1}:
+        moved = value.clone()
+        moved[row] += 1
+        changed = differ(here, tape.value(given, {mixture: moved}))
+        changed[row] = False
+        if bool(changed.any()):
+            return False
+    return True
 
 
 def _with_samples(tape: Tape, given: list[Given]) -> list[Given]:

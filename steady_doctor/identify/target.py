@@ -107,11 +107,12 @@ def _learns(tape: Tape, op: Op, layers: list[Op]) -> bool:
 
 
 def _with_gates(tape: Tape, root: Op, mixture: Mixture, layer: Op) -> Op:
-    """What else the network does to its last layer: it multiplies and adds what other layers made, and adds its own input."""
+    """What else the network does to its last layer: it multiplies and adds what other layers made, and adds what it gets."""
     inside, output, noise = {layer}, layer, mixture.noise.content
+    gets = {op for op in tape.upstream(layer) if not op.content & noise} - set(tape.upstream(mixture.input))
     for op in (op for op in tape.upstream(root, [layer]) if any(need in inside for need in op.needs)):
         others = [last for _, last in op.reads if last not in inside]
-        own = {mixture.input, mixture.given} if op.name == "add" else set()  # what is taken off is so for the loss
+        own = {mixture.input, mixture.given} | gets if op.name == "add" else set()  # what is taken off is so for the loss
         is_network = all(
             last in own or last.kind in PARAMETERS or (last.trained and not last.content & noise) for last in others
         )

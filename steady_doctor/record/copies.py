@@ -59,10 +59,11 @@ class Copies:
         different = (self.starts.sort(1).values.diff(dim=1) != 0).sum(1) + 1
         known: dict[torch.Size, list[int]] = {}
         for k, count in enumerate(different.tolist()):
-            if parameters[k].numel() > SAMPLED and count >= DIFFERENT:  # samples of smaller ones look like copies
+            # Samples of smaller ones look like copies.
+            if parameters[k].requires_grad and parameters[k].numel() > SAMPLED and count >= DIFFERENT:
                 known.setdefault(parameters[k].shape, []).append(k)
         self.eligible = {k for places in known.values() for k in places}
-        own = {key_of(parameter) for parameter in parameters}
+        own = {key_of(parameter) for parameter in parameters if parameter.requires_grad}  # an average may be in the optimizer
         norms: list[_NormBase] = []
         may_be: list[Tensor] = []
         gc.collect()  # a network that the script has given up is no average

@@ -11,6 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from steady_doctor.record.samples import sample
 
+ALIKE = 0.5  # the least cosine of a weight and its average
 FEWEST = 256  # numbers of a weight, for its distribution to be told
 LEAST_SPREAD = 0.35  # of 64 numbers that are uniform from -1 to 1, whose spread is 0.577, with a standard error of 0.03
 
@@ -47,6 +48,10 @@ class Modules:
         self._inside |= {id(each) for each in module.modules()}
         network = Network(type(module).__name__)
         resting = {id(below) for part in module.modules() if _is_frozen(part) for below in part.modules()}
+        trained: dict[torch.Size, list[Tensor]] = {}
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                trained.setdefault(parameter.shape, []).append(parameter)
         for name, each in module.named_modules():
             if isinstance(each, _BatchNorm):
                 network.batch_norms.append(each.training)
@@ -55,7 +60,11 @@ class Modules:
             for of_which, parameter in each.named_parameters(recurse=False):
                 if not parameter.requires_grad:
                     network.frozen += parameter.numel()
-                    if parameter.ndim > 1 and _as_made(parameter):
+                    if (
+                        parameter.ndim > 1
+                        and _as_made(parameter)
+                        and not _is_average(parameter, trained.get(parameter.shape, []))
+                    ):
                         network.as_made.append(f"{name}.{of_which}")
                 elif id(parameter) in self._trained:
                     network.trained += parameter.numel()
@@ -64,6 +73,13 @@ class Modules:
     def is_outermost(self, module: nn.Module) -> bool:
         """Whether this call, which ends, is that of a network, and learns."""
         return id(module) in self._outermost and torch.is_grad_enabled()
+
+
+def _is_average(weight: Tensor, trained: list[Tensor]) -> bool:
+    """Whether it is what one of these is or was, as that of a teacher, which follows the network."""
+    own = sample(weight).cpu()
+    others = (sample(one).cpu() for one in trained)
+    return any(float(own @ other) > ALIKE * float(own.norm() * other.norm()) for other in others)
 
 
 def _as_made(weight: Tensor) -> bool:
