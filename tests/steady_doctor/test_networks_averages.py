@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
-from small_loops import C, Network, T, column, train, vp
+from small_loops import C, Network, T, column, pictures, train, vp
 from torch import nn
 from torch.nn.functional import mse_loss
+
+from steady_doctor.doctor import Doctor
 
 
 @pytest.mark.parametrize(("blurs", "codes"), [(True, []), (False, ["gradient-missing"])])
@@ -244,3 +246,26 @@ def test_a_frozen_part_rests_in_evaluation_mode(trains):
     network = Network()
     network.time = nn.Sequential(network.time, nn.Dropout(0.1)).requires_grad_(trains).eval()
     assert ("network-evaluation-mode" in train(network, vp(network), updates=40)[0]) == trains
+
+
+def test_a_frozen_average_inside_the_network_is_a_teacher_and_no_part_that_nobody_trains():
+    network = Network()
+    network.teacher = copy.deepcopy(network.first).requires_grad_(False)
+    assert train(network, vp(network))[0] == []
+
+
+def test_the_average_of_a_first_training_is_none_of_a_second_one_that_begins_as_it():
+    doctor, networks = Doctor(), [Network()]
+    with doctor.install():
+        for has_average in (True, False):
+            network = networks[-1]
+            average = copy.deepcopy(network).requires_grad_(False)
+            optimizer, loss_of = torch.optim.Adam(network.parameters(), 1e-3), vp(network)
+            for _ in range(30):
+                optimizer.zero_grad()
+                loss_of(pictures(16)).backward()
+                optimizer.step()
+                for old, new in zip(average.parameters(), network.parameters()) if has_average else ():
+                    old.lerp_(new.detach(), 0.01)
+            networks += [average, copy.deepcopy(average).requires_grad_(True)] if has_average else []
+    assert [one.code for one in doctor.findings(ended=True)] == []

@@ -437,3 +437,19 @@ def test_each_part_of_a_network_is_told_the_levels_of_its_own_images(told, codes
         return mse_loss(network(column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise, t), noise)
 
     assert train(network, loss_of)[0] == codes
+
+
+def test_a_batch_of_two_parts_of_which_one_was_noised_as_a_whole_batch_and_cut():
+    """As the targets of shortcut models are made."""
+    network = Network()
+
+    def noised(x0):
+        t, noise = torch.rand(len(x0)), torch.randn_like(x0)
+        return (1 - column(t)) * x0 + column(t) * noise, t, noise - x0
+
+    def loss_of(x0):
+        some, whole = noised(x0[:2]), noised(x0)
+        x, t, velocity = (torch.cat([few, all_[: len(x0) - 2]]) for few, all_ in zip(some, whole))
+        return (network(x, 1000 * t) - velocity).square().mean()
+
+    is_healthy(network, loss_of, "straight path from images to noise")

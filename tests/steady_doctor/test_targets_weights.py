@@ -182,3 +182,21 @@ def test_an_error_may_count_in_its_neighbors_too(asked, codes, of_edges):
 
     found, said = train(network := Network(), vp(network, with_edges))
     assert found == codes and ("variance-preserving path, epsilon" in said) == (not codes)
+
+
+def test_a_condition_that_the_network_adds_to_its_last_layer_is_of_the_network():
+    """As that which is to be enlarged, or weights of which the next ones are asked."""
+
+    class Residual(Network):
+        def forward(self, x, t, condition):
+            return super().forward(torch.cat([x, condition], 1), t) + condition
+
+    network = Residual(2 * C)
+
+    def loss_of(x0):
+        small = torch.nn.functional.interpolate(torch.nn.functional.avg_pool2d(x0, 2), scale_factor=2)
+        t, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        x = column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise
+        return (network(x, t, small) - x0).square().mean()
+
+    is_healthy(network, loss_of, "variance-preserving path, the image")

@@ -327,6 +327,15 @@ def test_an_average_of_layers_that_begin_alike_has_all_of_them():
     assert [*codes(network=Alike, updates=22)] == ["ema-never-updated"]
 
 
+def test_an_average_may_be_among_the_parameters_of_the_optimizer():
+    class WithAverage(Network):
+        def __init__(self):
+            super().__init__()
+            self.average = nn.ParameterList(parameter.detach().clone() for parameter in self.parameters()).requires_grad_(False)
+
+    assert [*codes(network=WithAverage, averaged=lambda m: None, updates=22)] == ["ema-never-updated"]
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_not(name):
     assert codes(**{"updates": 22} | RIGHT[name]) == {}
