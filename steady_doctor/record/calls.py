@@ -27,6 +27,7 @@ ALIKE = 0.5  # the least cosine of a network and its average
 LONGEST = 1000  # operations and sources between two calls
 STARTS = 4096  # numbers of the first input
 FAINT = 0.1  # contrast of the image, so that no sampler cuts it off
+ROUNDING = 1e-5  # of what the network gets
 EXACT = 1e-2  # of what the network gets next, that may be neither the image nor the noise
 Told = dict[str, Tensor]  # arguments that are numbers, by their names: [1], or [B] with one for each image
 
@@ -96,6 +97,7 @@ class Calls:
         self._start = torch.zeros(0)
         self._names: list[str] = []  # of the network's arguments
         self._network: Callable[[], nn.Module | None] = lambda: None
+        self._kind: type[nn.Module] = nn.Module
         self._thread = 0
         self._weights: tuple[list[torch.Size], Samples] = [], Samples([])  # as they were last: the network may be gone
         self._own: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # it, its copies and averages
@@ -110,7 +112,7 @@ class Calls:
             return
         with suppress(TypeError, ValueError):  # of a network that is not written in Python
             self._names = list(inspect.signature(kind.forward).parameters)[1:]
-            self._network, self._thread = weakref.ref(module), threading.get_ident()
+            self._network, self._kind, self._thread = weakref.ref(module), kind, threading.get_ident()
             self._weights = _weights_of(module)
             self.hooks.callback(delattr, kind, "__call__")
             kind.__call__ = _Around(self, kind)  # type: ignore[method-assign]
@@ -151,7 +153,8 @@ class Calls:
     def _is_own(self, module: nn.Module) -> bool:
         try:
             if module not in self._own:
-                self._own[module] = module is self._network() or _are_alike(_weights_of(module), self._weights)
+                is_it = module is self._network() or _are_alike(_weights_of(module), self._weights)
+                self._own[module] = is_it and type(module) is self._kind  # not one of a class made of it, around it
             return self._own[module]
         except Exception:  # weights of any kind: it must not reach the script
             return False
@@ -235,8 +238,8 @@ class Calls:
             value = tape.values.get(source.index)
             if source.kind == "drawn":
                 given[source] = torch.zeros_like(tape.value(source))
-            elif source not in answers and value is not None and value.ndim and torch.equal(value, x[: len(value)]):
-                given[source] = (a * image + b * noise)[: len(value)]  # it is what the network got, or got twice
+            elif source not in answers and value is not None and value.ndim and (times := _times(value, x[: len(value)])):
+                given[source] = (a * image + b * noise)[: len(value)] / times  # it is what the network got, or got twice
         y = tape.value(op, given)[:, slice(*channels)].double().flatten()
         sides = torch.stack([image, noise]).double().flatten(1)
         gram = sides @ sides.T
@@ -299,6 +302,15 @@ def _is_captured() -> bool:
     """Whether this call is compiled, traced or put into a graph, and what stands around it would be, too."""
     in_graph = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or in_graph
+
+
+def _times(value: Tensor, x: Tensor) -> float:
+    """k, where x = k value, as a module may scale what it gets before its network gets it; else 0."""
+    if value.shape != x.shape or not value.is_floating_point():
+        return 0.0
+    ours, theirs = value.double().flatten(), x.double().flatten()
+    times = float(ours @ theirs / (ours @ ours).clamp(min=1e-30))
+    return times if float((times * ours - theirs).norm()) <= ROUNDING * float(theirs.norm()) else 0.0
 
 
 def _scattered(number: int) -> int:

@@ -157,6 +157,41 @@ def langevin(network):
             x = x + 0.05 * sigma**2 * network(x, sigma.expand(len(x))) + 0.3 * sigma * torch.randn_like(x)
 
 
+class Preconditioned(Network):
+    """Karras et al. 2022, table 1, around a network of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.within = Network()
+        del self.first, self.last, self.time
+
+    def forward(self, x, sigma):
+        size = (column(sigma) ** 2 + 0.25).sqrt()
+        return 0.25 / size**2 * x + 0.5 * column(sigma) / size * self.within(x / size, 100 * sigma.log())
+
+
+def edm(network):
+    def loss_of(x0):
+        sigma = torch.exp(1.2 * torch.randn(len(x0)) - 1)
+        denoised = network(x0 + column(sigma) * torch.randn_like(x0), sigma)
+        return ((column(sigma) ** 2 + 0.25) / (column(sigma) / 2) ** 2 * (denoised - x0) ** 2).mean()
+
+    return loss_of
+
+
+@torch.no_grad()
+def karras(network, heun=True, slope=1):
+    sigmas = torch.exp(torch.linspace(1, -3, STEPS))
+    x = sigmas[0] * torch.randn(shape())
+    for now, then in pairwise(sigmas):
+        direction = (x - network(x, now.expand(len(x)))) / now
+        middle = x + slope * (then - now) * direction
+        if heun:
+            direction = (direction + (middle - network(middle, then.expand(len(x)))) / then) / 2
+            middle = x + slope * (then - now) * direction
+        x = middle
+
+
 class Beside(Network):
     """What it is given to be made better stands in channels before the noised image (Saharia et al. 2021)."""
 
@@ -192,6 +227,8 @@ HEALTHY = {
     "flow of probability": (exploding, lambda network: reverse_sde(network, fresh=False)),
     "predictor and corrector": (exploding, lambda network: reverse_sde(network, corrected=True)),
     "Langevin": (exploding, langevin),
+    "EDM": (edm, karras),
+    "EDM, Euler": (edm, lambda network: karras(network, heun=False)),
     "beside another image": (beside, sampled_beside),
     "another network": (vp, lambda network: ddim(Network(), predicts="sample")),
 }
@@ -203,6 +240,7 @@ FAULTS = {
     "the sign of a velocity made of an image": (flow, lambda network: euler(network, sign=-1), "target-other-sampler"),
     "the sign of the score": (lambda network: exploding(network, -1), reverse_sde, "target-other-sampler"),
     "the sign of the noise": (vp, lambda network: ddim(lambda *given: -network(*given)), "target-other-sampler"),
+    "EDM, the sign of the slope": (edm, lambda network: karras(network, slope=-1), "target-other-sampler"),
     "answers beside another image are images": (
         beside,
         lambda network: sampled_beside(network, "sample"),
@@ -225,7 +263,9 @@ def test_a_sampler_that_cuts_off_at_the_range_of_the_images():
 @pytest.mark.parametrize("name", [*HEALTHY, *FAULTS])
 def test_a_sampler_is_that_of_the_loss(name):
     loss, sample, *codes = (HEALTHY | FAULTS)[name]
-    kind = {beside: Beside, vp: Network, flow: Velocity if "made of an image" in name else Network}.get(loss, Score)
+    kind = {beside: Beside, edm: Preconditioned, vp: Network, flow: Velocity if "made of an image" in name else Network}.get(
+        loss, Score
+    )
     network, update = kind(), iter(range(999))
     found, _ = train(network, loss(network), updates=40, after=lambda: next(update) == 39 and sample(network))
     assert found == codes
