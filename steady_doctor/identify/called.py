@@ -31,12 +31,16 @@ class Called:
 
 def find_called(tape: Tape, mixture: Mixture, target: Target, calls: list[Call]) -> Called | None:
     """None where no call gave what the loss is of, or what it got and gave cannot be computed."""
-    call = next((one for one in calls if one.gave is not None and target.output in tape.upstream(one.gave)), None)
-    if call is None or call.got is None or call.gave is None or target.wanted is None or mixture.clean_value is None:
+    if target.wanted is None or mixture.clean_value is None:
         return None
-    got_op, channels = _noised_part(call.got, mixture)
+    known = ((one.got, one.gave, one.told) for one in calls if one.got is not None and one.gave is not None)
+    of_loss = (each for each in known if len(each[0].shape) > 1 and target.output in tape.upstream(each[1]))
+    if (call := next(of_loss, None)) is None:
+        return None
+    op, gave_op, numbers = call
+    got_op, channels = _noised_part(op, mixture)
     try:
-        both = tape.value(got_op), tape.value(call.gave, {target.output: target.wanted}, exact=True)
+        both = tape.value(got_op), tape.value(gave_op, {target.output: target.wanted}, exact=True)
         got, gave = (value.reshape(mixture.value.shape) for value in both)
     except (NotRecorded, RuntimeError):
         return None
@@ -44,7 +48,7 @@ def find_called(tape: Tape, mixture: Mixture, target: Target, calls: list[Call])
     seen = (known.mean(1) > 0.02).cpu()
     if not bool(seen.any()) or float(torch.maximum(left, rest).cpu()[seen].max()) > REST:
         return None
-    told = {name: one.double().cpu()[seen] for name, one in call.told.items() if len(one) == mixture.size}
+    told = {name: one.double().cpu()[seen] for name, one in numbers.items() if len(one) == mixture.size}
     low, high = torch.aminmax(mixture.clean_value)
     return Called(float(low), float(high), channels, told, *(one.cpu()[seen] for one in (*ab.unbind(1), *pq.unbind(1))))
 

@@ -38,8 +38,9 @@ def read(seen: Seen) -> Iterator[Found]:
         if wanted.max() < 0 and -wanted.sum() > MOST_OF_IT and from_noise:
             yield Found("target-sampled-backwards", update, {"steps": len(wanted), "fall": -float(wanted.sum())})
             return
-        if code := _misread(made / wanted, MANY):
-            yield Found(code, update, _figures("image", wanted, made))
+        found = list(_misread(update, "image", wanted, made, made / wanted, MANY))
+        yield from found
+        if found:
             return
     # Fresh noise is not counted in what is left: a sampler that adds some takes off more than it wants, at most all of it.
     losses = [(now[1] - then[1], min(now[1] - one.noise, now[1]), one.noise < -now[1] - then[1]) for now, then, one in known]
@@ -48,19 +49,17 @@ def read(seen: Seen) -> Iterator[Found]:
     by_many_steps_at_a_level = any(one.told == one.then for one in steps)  # as Langevin's dynamics go
     if len(losses) >= STEPS and not by_many_steps_at_a_level:
         wanted, made, is_beyond = np.array(losses).T
-        if code := _misread(np.where(is_beyond, -1, made / wanted), np.inf):
-            yield Found(code, update, _figures("noise", -wanted, -made))
+        times = np.where(is_beyond, -1, made / wanted)
+        yield from _misread(update, "noise", -wanted, -made, times, np.inf)
 
 
-def _misread(times: np.ndarray, many: float) -> str:
-    """Of steps as multiples of what the levels ask for."""
+def _misread(update: int, share: str, wanted: np.ndarray, made: np.ndarray, times: np.ndarray, many: float) -> Iterator[Found]:
+    """`times`: the steps that are made, as multiples of those that the levels ask for."""
+    figures = {"share": share, "steps": len(wanted), "wanted": float(wanted.sum()), "made": float(made.sum())}
     if float(((times < 0) | (times > many)).mean()) > MOST:
-        return "target-other-sampler"
-    return "export-other-schedule" if float((times < FEW).mean()) > MOST else ""
-
-
-def _figures(share: str, wanted: np.ndarray, made: np.ndarray) -> dict[str, str | float]:
-    return {"share": share, "steps": len(wanted), "wanted": float(wanted.sum()), "made": float(made.sum())}
+        yield Found("target-other-sampler", update, figures)
+    elif float((times < FEW).mean()) > MOST:
+        yield Found("export-other-schedule", update, figures)
 
 
 def trained_levels(seen: Seen) -> dict[str, np.ndarray]:
