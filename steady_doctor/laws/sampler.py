@@ -34,32 +34,30 @@ def read(seen: Seen) -> Iterator[Found]:
     gains = [(wanted, made) for wanted, made in gains if abs(wanted) > LEAST]
     if len(gains) >= STEPS:
         wanted, made = np.array(gains).T
+        figures, times = _figures("image", wanted, made), made / wanted
         from_noise = all(is_standard_normal(one.start, ENOUGH) for one in steps)  # else images are encoded, or changed
         if wanted.max() < 0 and -wanted.sum() > MOST_OF_IT and from_noise:
             yield Found("target-sampled-backwards", update, {"steps": len(wanted), "fall": -float(wanted.sum())})
             return
-        found = list(_misread(update, "image", wanted, made, made / wanted, MANY))
-        yield from found
-        if found:
+        if float(((times < 0) | (times > MANY)).mean()) > MOST:
+            yield Found("target-other-sampler", update, figures)
             return
-    # Fresh noise is not counted in what is left: a sampler that adds some takes off more than it wants, at most all of it.
-    losses = [(now[1] - then[1], min(now[1] - one.noise, now[1]), one.noise < -now[1] - then[1]) for now, then, one in known]
+        if float((times < FEW).mean()) > MOST:
+            yield Found("export-other-schedule", update, figures)
+            return
+    # Of the noise a step takes something off, and not more than twice what is there; fresh noise is not counted.
     largest = max((now[1] for now, _, _ in known), default=0.0)
-    losses = [(wanted, made, is_beyond) for wanted, made, is_beyond in losses if wanted > LEAST * largest]
-    by_many_steps_at_a_level = any(one.told == one.then for one in steps)  # as Langevin's dynamics go
-    if len(losses) >= STEPS and not by_many_steps_at_a_level:
-        wanted, made, is_beyond = np.array(losses).T
-        times = np.where(is_beyond, -1, made / wanted)
-        yield from _misread(update, "noise", -wanted, -made, times, np.inf)
+    losses = [
+        (now[1] - then[1], now[1] - one.noise, 2 * now[1]) for now, then, one in known if now[1] - then[1] > LEAST * largest
+    ]
+    if len(losses) >= STEPS:
+        wanted, made, most = np.array(losses).T
+        if float(((made < 0) | (made > most)).mean()) > MOST:
+            yield Found("target-other-sampler", update, _figures("noise", -wanted, -made))
 
 
-def _misread(update: int, share: str, wanted: np.ndarray, made: np.ndarray, times: np.ndarray, many: float) -> Iterator[Found]:
-    """`times`: the steps that are made, as multiples of those that the levels ask for."""
-    figures = {"share": share, "steps": len(wanted), "wanted": float(wanted.sum()), "made": float(made.sum())}
-    if float(((times < 0) | (times > many)).mean()) > MOST:
-        yield Found("target-other-sampler", update, figures)
-    elif float((times < FEW).mean()) > MOST:
-        yield Found("export-other-schedule", update, figures)
+def _figures(share: str, wanted: np.ndarray, made: np.ndarray) -> dict[str, str | float]:
+    return {"share": share, "steps": len(wanted), "wanted": float(wanted.sum()), "made": float(made.sum())}
 
 
 def trained_levels(seen: Seen) -> dict[str, np.ndarray]:

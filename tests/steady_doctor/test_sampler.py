@@ -149,12 +149,12 @@ def reverse_sde(network, levels=STEPS, fresh=True, corrected=False):
 
 
 @torch.no_grad()
-def langevin(network):
+def langevin(network, steps=4, sign=1):
     """Some steps at each level, and none from one level to the next (Song & Ermon 2019)."""
     x = torch.randn(shape())
     for sigma in torch.exp(torch.linspace(2, -3, 10)):
-        for _ in range(4):
-            x = x + 0.05 * sigma**2 * network(x, sigma.expand(len(x))) + 0.3 * sigma * torch.randn_like(x)
+        for _ in range(steps):
+            x = x + sign * 0.05 * sigma**2 * network(x, sigma.expand(len(x))) + 0.3 * sigma * torch.randn_like(x)
 
 
 class Preconditioned(Network):
@@ -227,6 +227,7 @@ HEALTHY = {
     "flow of probability": (exploding, lambda network: reverse_sde(network, fresh=False)),
     "predictor and corrector": (exploding, lambda network: reverse_sde(network, corrected=True)),
     "Langevin": (exploding, langevin),
+    "Langevin, a step at each level": (exploding, lambda network: langevin(network, 1)),
     "EDM": (edm, karras),
     "EDM, Euler": (edm, lambda network: karras(network, heun=False)),
     "beside another image": (beside, sampled_beside),
@@ -240,6 +241,7 @@ FAULTS = {
     "the sign of a velocity made of an image": (flow, lambda network: euler(network, sign=-1), "target-other-sampler"),
     "the sign of the score": (lambda network: exploding(network, -1), reverse_sde, "target-other-sampler"),
     "the sign of the noise": (vp, lambda network: ddim(lambda *given: -network(*given)), "target-other-sampler"),
+    "Langevin, the sign of the score": (exploding, lambda network: langevin(network, sign=-1), "target-other-sampler"),
     "EDM, the sign of the slope": (edm, lambda network: karras(network, slope=-1), "target-other-sampler"),
     "answers beside another image are images": (
         beside,
