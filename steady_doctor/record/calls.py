@@ -28,7 +28,8 @@ LONGEST = 1000  # operations and sources between two calls
 STARTS = 4096  # numbers of the first input
 FAINT = 0.1  # contrast of the image, so that no sampler cuts it off
 ROUNDING = 1e-5  # of what the network gets
-EXACT = 1e-2  # of what the network gets next, that may be neither the image nor the noise
+# Of what the network gets next, and of the step: what may be neither the image nor the noise, such as an earlier answer.
+EXACT, OF_STEP = 1e-2, 0.1
 Told = dict[str, Tensor]  # arguments that are numbers, by their names: [1], or [B] with one for each image
 
 
@@ -104,18 +105,21 @@ class Calls:
 
     def watch(self, parameters: list[Tensor]) -> None:
         """In each recorded update; it begins with the first one."""
+        if not self._broken:
+            self._quietly(self._watch, parameters)
+
+    def _watch(self, parameters: list[Tensor]) -> None:
         if self._begun:
             self._weights = _weights_of(network) if (network := self._network()) is not None else self._weights
             return
         self._begun, module = True, owner_of(parameters)
         if module is None or _is_compiled(module) or "__call__" in vars(kind := type(module)):
             return
-        with suppress(TypeError, ValueError):  # of a network that is not written in Python
-            self._names = list(inspect.signature(kind.forward).parameters)[1:]
-            self._network, self._kind, self._thread = weakref.ref(module), kind, threading.get_ident()
-            self._weights = _weights_of(module)
-            self.hooks.callback(delattr, kind, "__call__")
-            kind.__call__ = _Around(self, kind)  # type: ignore[method-assign]
+        self._names = list(inspect.signature(kind.forward).parameters)[1:]
+        self._network, self._kind, self._thread = weakref.ref(module), kind, threading.get_ident()
+        self._weights = _weights_of(module)
+        self.hooks.callback(delattr, kind, "__call__")
+        kind.__call__ = _Around(self, kind)  # type: ignore[method-assign]
 
     def around(self, original: Callable, this: nn.Module, given: tuple, named: dict[str, Any]) -> Any:
         """Calls `original`, the network's own call, and looks at what it gets and gives."""
@@ -244,7 +248,8 @@ class Calls:
         sides = torch.stack([image, noise]).double().flatten(1)
         gram = sides @ sides.T
         shares = torch.linalg.solve(gram, sides @ y)
-        if float((y - shares @ sides).norm()) <= EXACT * float(y.norm()):
+        step = y - torch.tensor([a, b]).to(sides) @ sides
+        if float((y - shares @ sides).norm()) <= min(EXACT * float(y.norm()), OF_STEP * float(step.norm())):
             self.steps.append(SamplerStep(name, self._told[name], then, float(shares[0]), float(shares[1]), self._start.cpu()))
         if len(self.steps) == MOST:
             self.steps = [one for place, one in enumerate(self.steps) if _scattered(place) % 2]

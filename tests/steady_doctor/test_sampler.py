@@ -11,6 +11,7 @@ import torch
 from small_loops import ALPHA, ALPHA_BAR, SIDE, C, Network, T, column, pictures, train, vp
 
 from steady_doctor.doctor import Doctor
+from steady_doctor.record import calls
 
 STEPS = 50
 
@@ -32,6 +33,19 @@ def ddim(network, predicts="epsilon", bar=ALPHA_BAR, clip=False, guided=False):
         image = image.clamp(-1, 1) if clip else image
         noise = (x - a * image) / b
         x = bar[then].sqrt() * image + (1 - bar[then]).sqrt() * noise
+
+
+@torch.no_grad()
+def two_steps(network):
+    """DPM-Solver++ (2M), which goes on from the image of the step before, too (Lu et al. 2022)."""
+    x, before = torch.randn(shape()), None
+    ratios = (ALPHA_BAR / (1 - ALPHA_BAR)).log() / 2
+    for now, then in pairwise(reversed(range(T))):
+        a, b = ALPHA_BAR[now].sqrt(), (1 - ALPHA_BAR[now]).sqrt()
+        image, h = (x - b * network(x, torch.full((len(x),), now))) / a, ratios[then] - ratios[now]
+        used = image if before is None else image + (image - before[0]) * h / (2 * before[1])
+        x = (1 - ALPHA_BAR[then]).sqrt() / b * x - ALPHA_BAR[then].sqrt() * torch.expm1(-h) * used
+        before = image, h
 
 
 @torch.no_grad()
@@ -215,6 +229,7 @@ HEALTHY = {
     "ddim, guided": (vp, lambda network: ddim(network, guided=True)),
     "ancestral": (vp, ancestral),
     "ancestral, cut off": (vp, lambda network: ancestral(network, clip=True)),
+    "two steps": (vp, two_steps),
     "euler": (flow, euler),
     "heun": (flow, lambda network: euler(network, heun=True)),
     "the average": (vp, lambda network: ddim(copy.deepcopy(network))),
@@ -294,6 +309,12 @@ def test_samples_of_a_checkpoint_when_the_network_that_was_trained_is_gone(predi
         again.load_state_dict(weights)
         ddim(again, predicts)
     assert [one.code for one in doctor.findings()] == codes
+
+
+def test_weights_that_cannot_be_read_end_the_reading_of_samplers_alone(monkeypatch):
+    monkeypatch.setattr(calls, "_weights_of", lambda module: 1 / 0)
+    network = Network()
+    assert "variance-preserving path, epsilon" in train(network, vp(network))[1]
 
 
 def test_a_network_is_called_and_kept_as_without_the_doctor():
