@@ -152,13 +152,13 @@ def exploding(network, sign=1):
 
 
 @torch.no_grad()
-def reverse_sde(network, levels=STEPS, fresh=True, corrected=False):
+def reverse_sde(network, levels=STEPS, fresh=True, corrected=False, times=1):
     sigmas = torch.exp(torch.linspace(3, -4, levels))
     x = sigmas[0] * torch.randn(shape())
     for now, then in pairwise(sigmas):
         for _ in range(2 * corrected):
             x = x + 0.02 * now**2 * network(x, now.expand(len(x))) + 0.2 * now * torch.randn_like(x)
-        x = x + (now**2 - then**2) * network(x, now.expand(len(x))) / (1 if fresh else 2)
+        x = x + times * (now**2 - then**2) * network(x, now.expand(len(x))) / (1 if fresh else 2)
         x = x + fresh * (now**2 - then**2).sqrt() * torch.randn_like(x)
 
 
@@ -256,6 +256,7 @@ FAULTS = {
     "the sign of a velocity made of an image": (flow, lambda network: euler(network, sign=-1), "target-other-sampler"),
     "the sign of the score": (lambda network: exploding(network, -1), reverse_sde, "target-other-sampler"),
     "the sign of the noise": (vp, lambda network: ddim(lambda *given: -network(*given)), "target-other-sampler"),
+    "steps far too long": (exploding, lambda network: reverse_sde(network, times=25), "target-other-sampler"),
     "Langevin, the sign of the score": (exploding, lambda network: langevin(network, sign=-1), "target-other-sampler"),
     "EDM, the sign of the slope": (edm, lambda network: karras(network, slope=-1), "target-other-sampler"),
     "answers beside another image are images": (
