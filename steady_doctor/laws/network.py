@@ -6,6 +6,7 @@ from steady_doctor.found import Found
 from steady_doctor.seen import Seen
 
 LOOKS = 2  # recorded updates
+SAMPLED = 4  # steps of a sampler
 LATE = 8  # the update from which on a layer that begins with zeros is none any more
 MOST_DEAD = 0.5  # of the tensors
 OUT_OF_REACH = 0.05  # of the target's numbers
@@ -23,6 +24,13 @@ def mode(seen: Seen) -> Iterator[Found]:
         modes = [training for one in step.network.called for training in one.drops]
         if modes and not any(modes):
             yield Found("network-evaluation-mode", step.update.number, {"layers": len(modes)})
+
+
+def samples(seen: Seen) -> Iterator[Found]:
+    """They do not where it makes samples."""
+    modes = [step.trains for step in seen.sampled]
+    if len(modes) >= SAMPLED and all(modes):
+        yield Found("network-training-mode", seen.updates, {"steps": len(modes)})
 
 
 def bounded(seen: Seen) -> Iterator[Found]:
@@ -71,4 +79,4 @@ def level_ignored(seen: Seen) -> Iterator[Found]:
         yield Found("network-level-ignored", late[0][0], {"updates": len(late)})
 
 
-LAWS = (finite, mode, bounded, batch_norm, encoder, frozen, dead, level_ignored)
+LAWS = (finite, mode, samples, bounded, batch_norm, encoder, frozen, dead, level_ignored)

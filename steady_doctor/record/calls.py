@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from steady_doctor.record.modules import drops
 from steady_doctor.record.ops import Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.samples import Samples
@@ -60,6 +62,7 @@ class SamplerStep:
     image: float
     noise: float
     start: Tensor  # float32: some numbers of what the first call of the row got
+    trains: bool  # whether layers that leave something out by chance, or normalize by the batch, were in training mode
 
 
 class _Short(Tape):
@@ -91,6 +94,7 @@ class Calls:
         self._tape: Tape | None = None  # from an answer on, up to the next call
         self._got = torch.zeros(0)  # what the network got there
         self._told: dict[str, float] = {}  # and was told
+        self._trains = False  # and its mode
         self._answers: list[Tensor] = []  # several for one step, as guidance has them
         self._count, self._every = 0, 1
         self._row = 0  # calls since the last one with gradients
@@ -143,7 +147,7 @@ class Calls:
         self._end(self._arrive, arguments)
         answer = original(*given, **named)
         if self._row > 1:  # one call is none of a sampler
-            self._safely(self._quietly, self._leave, arguments, answer)
+            self._safely(self._quietly, self._leave, this, arguments, answer)
         return answer
 
     def _quietly(self, how: Callable, *arguments: Any) -> None:
@@ -204,7 +208,7 @@ class Calls:
         elif part.shape == self._got.shape:  # another call for the same step
             self._answers = answers
 
-    def _leave(self, arguments: dict[str, Any], answer: Any) -> None:
+    def _leave(self, this: nn.Module, arguments: dict[str, Any], answer: Any) -> None:
         """After a call, with the answer."""
         x, answer = _image_in(arguments), _answer_in(answer)
         if x is None or answer is None or answer.ndim != x.ndim or len(answer) != len(x):
@@ -216,6 +220,7 @@ class Calls:
             if (level := self._levels(told)) is None:
                 return
             self._got, self._told = x[:, slice(*level.channels)].detach().clone(), told
+            self._trains = any(part.training and (isinstance(part, _BatchNorm) or drops(part)) for part in this.modules())
         if answer.shape != self._got.shape:
             self._answers = []
             return
@@ -250,7 +255,10 @@ class Calls:
         shares = torch.linalg.solve(gram, sides @ y)
         step = y - torch.tensor([a, b]).to(sides) @ sides
         if float((y - shares @ sides).norm()) <= min(EXACT * float(y.norm()), OF_STEP * float(step.norm())):
-            self.steps.append(SamplerStep(name, self._told[name], then, float(shares[0]), float(shares[1]), self._start.cpu()))
+            image_share, noise_share = shares.tolist()
+            self.steps.append(
+                SamplerStep(name, self._told[name], then, image_share, noise_share, self._start.cpu(), self._trains)
+            )
         if len(self.steps) == MOST:
             self.steps = [one for place, one in enumerate(self.steps) if _scattered(place) % 2]
             self._every *= 2

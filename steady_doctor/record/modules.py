@@ -55,7 +55,7 @@ class Modules:
         for name, each in module.named_modules():
             if isinstance(each, _BatchNorm):
                 network.batch_norms.append(each.training)
-            elif id(each) not in resting and _drops(each):
+            elif id(each) not in resting and drops(each):
                 network.drops.append(each.training)
             for of_which, parameter in each.named_parameters(recurse=False):
                 if not parameter.requires_grad:
@@ -94,7 +94,7 @@ def _as_made(weight: Tensor) -> bool:
     return abs(float(values.std()) * 3**0.5 - 1) < 0.1 and abs(float((values.abs() < 0.5).double().mean()) - 0.5) < 0.1
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
     """Whether it leaves something out by chance in training mode, itself or by a module that it calls."""
     share: Any = module.p if isinstance(module, _DropoutNd) else vars(module).get("dropout")
     if isinstance(share, float) and share > 0:

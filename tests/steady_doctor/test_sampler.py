@@ -289,6 +289,20 @@ def test_a_sampler_is_that_of_the_loss(name):
     assert found == codes
 
 
+@pytest.mark.parametrize("layer", [torch.nn.Dropout(0.1), torch.nn.BatchNorm2d(16)])
+@pytest.mark.parametrize("mode", [True, False])
+def test_samples_are_made_in_evaluation_mode(layer, mode):
+    network, update = Network(), iter(range(999))
+    network.first = torch.nn.Sequential(network.first, layer)
+
+    def sample():
+        ddim(network.train(mode))
+        network.train()
+
+    found, _ = train(network, vp(network), updates=40, after=lambda: next(update) == 39 and sample())
+    assert ("network-training-mode" in found) == mode
+
+
 def trained():
     network = Network()
     optimizer, loss_of = torch.optim.Adam(network.parameters()), vp(network)
