@@ -44,20 +44,15 @@ def small_disk(folder: Path, options: str = "size=12m"):
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.fixture(scope="module")
-def whole(server, script, script_flags, tmp_path_factory) -> Path:
-    """A run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("whole")
-    server.run([script, *script_flags, *FLAGS, "--output_dir", folder])
-    return folder
-
-
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(server, script, script_flags, whole, tmp_path):
+@pytest.mark.parametrize("processes", [1, *slow_turns(2)])
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(server, script, script_flags, tmp_path, processes):
+    script_flags = [*script_flags, *FLAGS, "--train_batch_size", 8 // processes]
+    server.run([script, *script_flags, "--output_dir", (whole := tmp_path / "whole")], processes)
     with small_disk(tmp_path / "disk") as disk:
         folder = disk / "run"
         fault = ["disk-full", "--step", 3, "--value", disk]  # until update 5: the save after 4 fails
-        flags = [*script_flags, *FLAGS, "--output_dir", folder, "--save_images_steps", 4, "--save_model_steps", 4]
-        said = server.run(["tests/faults/inject.py", script, *fault, "--", *flags])
+        flags = [*script_flags, "--output_dir", folder, "--save_images_steps", 4, "--save_model_steps", 4]
+        said = server.run(["tests/faults/inject.py", script, *fault, "--", *flags], processes)
         assert "checkpoint-4 was not saved, earlier ones are whole" in said
         for what in ("the samples", "the pipeline"):
             assert said.count(f"left out: {what} after 4 updates: No space left on device") == 1
