@@ -2,12 +2,14 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from steady_doctor.found import Found
 from steady_doctor.identify.conditions import Condition
+from steady_doctor.record.guidance import Part
 from steady_doctor.seen import Seen
 
 LOOKS = 3  # passes, before what is alike in all of them is said
@@ -18,6 +20,8 @@ SEVERAL = 3  # different labels, for their order to say something
 LONG = 8  # images, for a sorted batch to be no chance
 FAINT = 0.02  # of an image whose values are from -1 to 1 or from 0 to 1
 LATE = 8  # the update from which on a layer that begins with zeros is none any more
+GUIDED = 4  # steps of a sampler
+AWAY = -0.05  # of the answers together, that the one which knows the condition is
 
 
 def _places(seen: Seen) -> dict[tuple, list[tuple[int, Condition]]]:
@@ -165,4 +169,31 @@ def image(seen: Seen) -> Iterator[Found]:
             yield Found("condition-faint", images[0][0], {"largest": max(one.largest for _, one in images)})
 
 
-LAWS = (other_rows, alike, one_class, dropped, null, in_vain, in_order, ignored, image)
+def guided(seen: Seen) -> Iterator[Found]:
+    """Guidance leads to the answer that knows the condition, and away from the other one."""
+    trained: dict[str, set[float]] = defaultdict(set)
+    for _, one in seen.mixed():
+        for name, numbers in one.called.told.items() if one.called is not None else ():
+            trained[name] |= set(numbers.tolist())
+    shares = []
+    for step in seen.sampled:
+        for one, other in (step.parts, step.parts[::-1]) if step.parts else ():
+            whole = one.weight + other.weight
+            if _says_less(other, one, trained) and not _says_less(one, other, trained) and whole:
+                shares.append(one.weight / whole)
+    if len(shares) >= GUIDED and sum(share < AWAY for share in shares) > MOST_DROPPED * len(shares):
+        yield Found("condition-guided-away", seen.updates, {"steps": len(shares), "share": median(shares)})
+
+
+def _says_less(one: Part, other: Part, trained: dict[str, set[float]]) -> bool:
+    """Whether it was left out, or is one label for samples of several, or one that images do not have."""
+    for name, known in one.known.items():
+        labels, than = known.labels, other.known[name]
+        if than.given and (not known.given or (known.alike and not than.alike)):
+            return True
+        if labels and than.labels and labels.isdisjoint(trained[name]) and than.labels <= trained[name]:
+            return True
+    return False
+
+
+LAWS = (guided, other_rows, alike, one_class, dropped, null, in_vain, in_order, ignored, image)

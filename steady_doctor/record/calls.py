@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from steady_doctor.record.guidance import Part, differences, halves
 from steady_doctor.record.modules import drops
 from steady_doctor.record.ops import Op
 from steady_doctor.record.replay import NotRecorded
@@ -63,6 +64,7 @@ class SamplerStep:
     noise: float
     start: Tensor  # float32: some numbers of what the first call of the row got
     trains: bool  # whether layers that leave something out by chance, or normalize by the batch, were in training mode
+    parts: list[Part]  # of two answers, or of both halves of a batch of the same images twice; else none
 
 
 class _Short(Tape):
@@ -95,7 +97,7 @@ class Calls:
         self._got = torch.zeros(0)  # what the network got there
         self._told: dict[str, float] = {}  # and was told
         self._trains = False  # and its mode
-        self._answers: list[Tensor] = []  # several for one step, as guidance has them
+        self._answers: list[tuple[Tensor, dict[str, Any]]] = []  # with their arguments; several for one step, as guidance has
         self._count, self._every = 0, 1
         self._row = 0  # calls since the last one with gradients
         self._broken = False
@@ -224,13 +226,13 @@ class Calls:
         if answer.shape != self._got.shape:
             self._answers = []
             return
-        self._answers.append(answer)
+        self._answers.append((answer, arguments))
         self._tape = _Short([])
         self._tape.__enter__()
 
-    def _add(self, tape: Tape, op: Op, given_out: list[Tensor], level: Level, then: float) -> None:
+    def _add(self, tape: Tape, op: Op, given_out: list[tuple[Tensor, dict[str, Any]]], level: Level, then: float) -> None:
         (name, a, b, p, q, low, high, channels), x = level, self._got
-        answers = {made for answer in given_out if (made := tape.origin(answer)) and made.content & op.content}
+        answers = {made: told for one, told in given_out if (made := tape.origin(one)) and made.content & op.content}
         if not answers:
             return
         half = len(x) // 2 if len(x) % 2 == 0 and torch.equal(x[: len(x) // 2], x[len(x) // 2 :]) else len(x)  # for guidance
@@ -255,10 +257,10 @@ class Calls:
         shares = torch.linalg.solve(gram, sides @ y)
         step = y - torch.tensor([a, b]).to(sides) @ sides
         if float((y - shares @ sides).norm()) <= min(EXACT * float(y.norm()), OF_STEP * float(step.norm())):
-            image_share, noise_share = shares.tolist()
-            self.steps.append(
-                SamplerStep(name, self._told[name], then, image_share, noise_share, self._start.cpu(), self._trains)
-            )
+            change = lambda given: tape.value(op, given)[:, slice(*channels)]  # noqa: E731
+            parts = _parts(change, given, answers, half, generator)
+            made, rest = float(shares[0]), float(shares[1])
+            self.steps.append(SamplerStep(name, self._told[name], then, made, rest, self._start.cpu(), self._trains, parts))
         if len(self.steps) == MOST:
             self.steps = [one for place, one in enumerate(self.steps) if _scattered(place) % 2]
             self._every *= 2
@@ -293,6 +295,32 @@ def owner_of(parameters: list[Tensor]) -> nn.Module | None:
                 if rank[0] and rank > best:
                     best, owner = rank, module
     return owner
+
+
+def _parts(
+    made_of: Callable[[dict[Op, Tensor]], Tensor],
+    given: dict[Op, Tensor],
+    answers: dict[Op, dict[str, Any]],
+    half: int,
+    generator: torch.Generator,
+) -> list[Part]:
+    """Each answer is changed a little, alone."""
+    calls, size = list(answers.values()), len(given[next(iter(answers))])
+    if half < size and len(calls) == 1:
+        places = [(op, place) for op in answers for place in (slice(half), slice(half, size))]
+        known = differences(*halves(calls[0], size), half)
+    elif half == size and len(calls) == 2:
+        places, known = [(op, slice(size)) for op in answers], differences(calls[0], calls[1], size)
+    else:
+        return []
+    plain, parts = made_of(given), []
+    for (op, place), of_it in zip(places, known):
+        changed = given[op].clone()
+        change = FAINT**2 * torch.randn(changed[place].shape, generator=generator, device=changed.device)
+        changed[place] += change.to(changed)
+        moved = (made_of(given | {op: changed}) - plain)[:half].double()
+        parts.append(Part(float((moved * change).sum() / change.double().square().sum()), of_it))
+    return parts
 
 
 def _weights_of(module: nn.Module) -> tuple[list[torch.Size], Samples]:

@@ -113,20 +113,43 @@ class OfClasses(Network):
         return self.last(torch.relu(self.first(x) + self.embedding(t) + self.classes(y)[:, :, None, None]))
 
 
-@pytest.mark.parametrize(("sign", "codes"), [(1, []), (-1, ["target-other-sampler"])])
-def test_guidance_calls_the_network_twice_at_each_level(sign, codes):
-    network, update = OfClasses(), iter(range(999))
+class MayHaveNone(OfClasses):
+    def forward(self, x, t, y=None):
+        return super().forward(x, t, torch.full((len(x),), 10) if y is None else y)
+
+
+def twice(network, x, t, y, none):
+    return network(x, t, y), network(x, t, none)
+
+
+def at_once(network, x, t, y, none):
+    """Both halves of a batch."""
+    return network(torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, none])).chunk(2)
+
+
+def left_out(network, x, t, y, none):
+    return network(x, t, y), network(x, t)
+
+
+@pytest.mark.parametrize(("answers", "one_class"), [(twice, False), (twice, True), (at_once, False), (left_out, True)])
+@pytest.mark.parametrize(("strength", "codes"), [(3, []), (0.5, []), (-3, ["condition-guided-away"])])
+def test_guidance_leads_to_the_condition(answers, one_class, strength, codes, sign=1):
+    network, update = MayHaveNone() if answers is left_out else OfClasses(), iter(range(999))
 
     @torch.no_grad()
     def sample():
         x, y, times = torch.randn(shape()), torch.arange(16) % 10, torch.linspace(1, 0, STEPS).tolist()
+        y = torch.full_like(y, 3) if one_class else y
         for now, then in pairwise(times):
-            t = torch.full((len(x),), 1000 * now)
-            given, free = network(x, t, y), network(x, t, torch.full_like(y, 10))
-            x = x + sign * (then - now) * (free + 3 * (given - free))
+            given, free = answers(network, x, torch.full((len(x),), 1000 * now), y, torch.full_like(y, 10))
+            x = x + sign * (then - now) * (free + strength * (given - free))
 
     loss = flow(lambda x, t: network(x, t, torch.arange(len(x)) % 10))
     assert train(network, loss, updates=40, after=lambda: next(update) == 39 and sample())[0] == codes
+
+
+def test_guidance_calls_the_network_twice_at_each_level():
+    test_guidance_leads_to_the_condition(twice, False, 3, ["target-other-sampler"], sign=-1)
 
 
 class Velocity(Network):

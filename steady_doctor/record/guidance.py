@@ -1,0 +1,49 @@
+"""Two answers of the network for one step of a sampler, as guidance has them: what each knew, and how much of it is used."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Known(NamedTuple):
+    """An argument of the network that the two answers do not have alike, in one of them."""
+
+    given: bool
+    alike: bool = False  # the same for all samples
+    labels: frozenset[float] = frozenset()  # where it is one number for each sample
+
+
+class Part(NamedTuple):
+    """One of the two."""
+
+    weight: float  # of the answer, in what the network gets next
+    known: dict[str, Known]  # by the names of arguments
+
+
+def differences(one: dict[str, Any], other: dict[str, Any], size: int) -> tuple[dict[str, Known], dict[str, Known]]:
+    """Of two calls with `size` samples each, in their order."""
+    names = [name for name in one | other if _differ(one.get(name), other.get(name))]
+    first, second = ({name: _known(call.get(name), size) for name in names} for call in (one, other))
+    return first, second
+
+
+def halves(call: dict[str, Any], size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of the two halves of a batch of `size`."""
+    parts = {name: one for name, one in call.items() if isinstance(one, Tensor) and one.ndim and len(one) == size}
+    half = size // 2
+    return {name: one[:half] for name, one in parts.items()}, {name: one[half:] for name, one in parts.items()}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    both = [isinstance(each, Tensor) for each in (one, other)]
+    if all(both):
+        return one.shape == other.shape and not torch.equal(one, other)
+    return any(both) and (one is None or other is None)
+
+
+def _known(value: Tensor | None, size: int) -> Known:
+    if value is None:
+        return Known(False)
+    labels = frozenset(value.flatten().tolist()) if value.numel() == size else frozenset()
+    return Known(True, value.ndim > 0 and len(value) == size and bool((value == value[:1]).all()), labels)
