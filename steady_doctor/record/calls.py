@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from steady_doctor.record.guidance import Part, differences, halves
+from steady_doctor.record.guidance import Part, differences, flat, halves
 from steady_doctor.record.modules import drops
 from steady_doctor.record.ops import Op
 from steady_doctor.record.replay import NotRecorded
@@ -171,7 +171,7 @@ class Calls:
 
     def _note(self, arguments: dict[str, Any]) -> None:
         if (x := _image_in(arguments)) is not None:
-            self._trained(x, {name: one.detach().clone() for name, one in _numbers(arguments, len(x)).items()})
+            self._trained(x, {name: one.detach().clone() for name, one in _numbers(flat(arguments), len(x)).items()})
 
     def _note_answer(self, answer: Any) -> None:
         if (given := _answer_in(answer)) is not None:

@@ -23,6 +23,7 @@ class Part(NamedTuple):
 
 def differences(one: dict[str, Any], other: dict[str, Any], size: int) -> tuple[dict[str, Known], dict[str, Known]]:
     """Of two calls with `size` samples each, in their order."""
+    one, other = flat(one), flat(other)
     names = [name for name in one | other if _differ(one.get(name), other.get(name))]
     first, second = ({name: _known(call.get(name), size) for name in names} for call in (one, other))
     return first, second
@@ -30,9 +31,15 @@ def differences(one: dict[str, Any], other: dict[str, Any], size: int) -> tuple[
 
 def halves(call: dict[str, Any], size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of the two halves of a batch of `size`."""
-    parts = {name: one for name, one in call.items() if isinstance(one, Tensor) and one.ndim and len(one) == size}
+    parts = {name: one for name, one in flat(call).items() if isinstance(one, Tensor) and one.ndim and len(one) == size}
     half = size // 2
     return {name: one[:half] for name, one in parts.items()}, {name: one[half:] for name, one in parts.items()}
+
+
+def flat(call: dict[str, Any]) -> dict[str, Any]:
+    """With what stands in arguments that are dictionaries."""
+    inner = {f"{name}.{key}": each for name, one in call.items() if isinstance(one, dict) for key, each in one.items()}
+    return call | inner
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -114,7 +114,10 @@ class OfClasses(Network):
 
 
 class MayHaveNone(OfClasses):
-    def forward(self, x, t, y=None):
+    def forward(self, x, t, y=None, more=()):
+        if more == {}:
+            more["label"] = torch.full((len(x),), 10)
+        y = y if y is not None else dict(more).get("label")
         return super().forward(x, t, torch.full((len(x),), 10) if y is None else y)
 
 
@@ -131,10 +134,17 @@ def left_out(network, x, t, y, none):
     return network(x, t, y), network(x, t)
 
 
-@pytest.mark.parametrize(("answers", "one_class"), [(twice, False), (twice, True), (at_once, False), (left_out, True)])
+def in_a_dictionary(network, x, t, y, none):
+    return network(x, t, more={"label": y}), network(x, t, more={})
+
+
+@pytest.mark.parametrize(
+    ("answers", "one_class"),
+    [(twice, False), (twice, True), (at_once, False), (left_out, True), (in_a_dictionary, True)],
+)
 @pytest.mark.parametrize(("strength", "codes"), [(3, []), (0.5, []), (-3, ["condition-guided-away"])])
 def test_guidance_leads_to_the_condition(answers, one_class, strength, codes, sign=1):
-    network, update = MayHaveNone() if answers is left_out else OfClasses(), iter(range(999))
+    network, update = MayHaveNone(), iter(range(999))
 
     @torch.no_grad()
     def sample():
@@ -144,7 +154,11 @@ def test_guidance_leads_to_the_condition(answers, one_class, strength, codes, si
             given, free = answers(network, x, torch.full((len(x),), 1000 * now), y, torch.full_like(y, 10))
             x = x + sign * (then - now) * (free + strength * (given - free))
 
-    loss = flow(lambda x, t: network(x, t, torch.arange(len(x)) % 10))
+    def trained(x, t):
+        y = torch.arange(len(x)) % 10
+        return network(x, t, more={"label": y}) if answers is in_a_dictionary else network(x, t, y)
+
+    loss = flow(trained)
     assert train(network, loss, updates=40, after=lambda: next(update) == 39 and sample())[0] == codes
 
 
