@@ -12,7 +12,8 @@ from steady_doctor.identify.step import identify
 from steady_doctor.laws import judge
 from steady_doctor.laws.sampler import at, trained_levels
 from steady_doctor.record.by_hand import ByHand
-from steady_doctor.record.calls import Level, owner_of
+from steady_doctor.record.calls import Level
+from steady_doctor.record.modules import owner_of
 from steady_doctor.record.options import Options
 from steady_doctor.record.ranks import Ranks
 from steady_doctor.record.recorded import Recorded

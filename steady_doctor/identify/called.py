@@ -1,6 +1,6 @@
 """The network's own call in a pass: what the module got and gave, whatever it does itself before and after its layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,9 +42,11 @@ def find_called(tape: Tape, mixture: Mixture, target: Target, calls: list[Call])
     try:
         both = tape.value(got_op), tape.value(gave_op, {target.output: target.wanted}, exact=True)
         got, gave = (value.reshape(mixture.value.shape) for value in both)
+        silent = tape.value(got_op, {mixture.noise: torch.zeros_like(tape.value(mixture.noise))}).reshape(got.shape)
     except (NotRecorded, RuntimeError):
         return None
-    (ab, left, _), (pq, rest, known) = (fitted(mixture, value, mixture.noise_value) for value in (got, gave))
+    noised = replace(mixture, where=mixture.where * (got != silent).to(mixture.where))  # elsewhere what is known is written
+    (ab, left, _), (pq, rest, known) = (fitted(noised, value, mixture.noise_value) for value in (got, gave))
     seen = (known.mean(1) > 0.02).cpu()
     if not bool(seen.any()) or float(torch.maximum(left, rest).cpu()[seen].max()) > REST:
         return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from steady_doctor.identify.mixed import Mixture
-from steady_doctor.identify.rows import alike, is_value, origins, with_a_row_each, without
+from steady_doctor.identify.rows import alike, differ, is_value, origins, with_a_row_each, without
 from steady_doctor.record.ops import REPLACES, Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
@@ -66,6 +66,8 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
             continue
         try:
             condition = _condition(tape, value, mixture)
+            if _are_others(condition) and not _keeps_rows(tape, value, end):
+                condition.own = condition.images = None
         except NotRecorded:
             found.not_recorded += 1
             continue
@@ -84,6 +86,26 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
     found.level_ignored = bool(readers) and all(_gets_none(tape, at, without_gradient) for at in readers)
     found.dropped_in_vain = _dropped_in_vain(tape, root, mixture)
     return found
+
+
+def _are_others(condition: Condition) -> bool:
+    """Whether some rows seem to be those of other images."""
+    own, images = condition.own, condition.images
+    return own is not None and images is not None and not torch.equal(own, images)
+
+
+def _keeps_rows(tape: Tape, value: Op, end: Op) -> bool:
+    """Whether its rows are those of the answer: a network over sequences may have put the steps of all samples in one axis. So
+    it is believed where that cannot be computed, or changes nothing."""
+    with suppress(NotRecorded, RuntimeError):
+        here, given = tape.value(end, anew=True), tape.value(value)
+        for row in {1, len(given) // 3} if here.shape[:1] == given.shape[:1] else ():
+            other = given.clone()
+            other[row] = given[row - 1]
+            changed = differ(here, tape.value(end, {value: other}, anew=True))
+            if bool(changed.any()) and not bool(changed[row]):
+                return False
+    return True
 
 
 def _own_answer(tape: Tape, end: Op, mixture: Mixture) -> int:

@@ -4,6 +4,7 @@ Nothing is searched for among values that happen to be alike. The noise is the l
 linear in; the image is the last value with neither noise nor level in it that the rest is a multiple of.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -29,15 +30,10 @@ def find_mixture(tape: Tape, root: Op) -> Mixture:
     given = _with_samples(tape, given_to_network(tape, [op for op in tape.upstream(root) if op.kind == "op"]))
     if not given:
         raise Nothing("nothing-given")
-    noises, first, asked = noise_sources(tape, given), None, _asked_about(tape, root)
-    for mixture in _mixtures(tape, given, noises):
-        is_asked = not asked or mixture.clean in asked or any(source in asked for source in mixture.draws)
-        is_same = first is not None and mixture.draws == first.draws  # else noise of its own, as an encoder's latents have
-        is_better = is_same and first is not None and first.clean is None and mixture.clean is not None
-        if first is None or is_better or (is_asked and not is_same):
-            first = mixture
-        if first is mixture and mixture.clean is not None and is_asked:
-            break
+    noises, asked = noise_sources(tape, given), _asked_about(tape, root)
+    first = _best(tape, given, noises, asked)
+    if first is None and (more := noise_sources(tape, given, math.inf)) != noises:  # the largest draw is of a code, say
+        first = _best(tape, given, more, asked)
     if first is None:
         raise Nothing("no-noise" if not noises else "noise-not-linear")
     find_told(tape, first, given)
@@ -47,8 +43,28 @@ def find_mixture(tape: Tape, root: Op) -> Mixture:
     return first
 
 
+def _best(tape: Tape, given: list[Given], noises: int, asked: set[Op]) -> Mixture | None:
+    first = None
+    for mixture in _mixtures(tape, given, noises):
+        is_asked = not asked or mixture.clean in asked or any(source in asked for source in mixture.draws)
+        is_same = first is not None and mixture.draws == first.draws  # else noise of its own, as an encoder's latents have
+        is_better = is_same and first is not None and first.clean is None and mixture.clean is not None
+        if first is None or is_better or (is_asked and not is_same):
+            first = mixture
+        if first is mixture and mixture.clean is not None and is_asked:
+            break
+    return first
+
+
 def _mixtures(tape: Tape, given: list[Given], noises: int) -> Iterator[Mixture]:
     """All that the network is given, and what this was made of, as far as they are mixtures of noise and something."""
+    whole: dict[Op, int] = {}
+    # Noise that is added to what a network made of data, such as a mean: the image is in that, and not in what is read here.
+    added = {
+        each.value
+        for each in given
+        if each.at.name in ADDS and any(last.trained and last.content for _, last in each.at.reads if last is not each.value)
+    }
     for got, candidate in _inputs(tape, given, noises):
         mixture = _mixture(tape, candidate, noises, _told_rows(tape, given, noises))
         if mixture is None or _is_changed_later(tape, candidate, got, noises) or not _keeps_rows(tape, candidate, got):
@@ -56,8 +72,13 @@ def _mixtures(tape: Tape, given: list[Given], noises: int) -> Iterator[Mixture]:
         mixture.given = got
         mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
         _find_clean(tape, mixture, given)
+        if _is_joined(tape, candidate, got, whole.get(got, 0)):
+            continue
+        whole[got] = whole.get(got, 0) | sum(1 << source.index for source in mixture.levels)
         # Noise alone may be multiplied by a mask before it is added; and normal numbers that nobody drew here may be images.
         is_drawn = any(source.kind == "drawn" for source in mixture.draws)
+        if mixture.only_noise and got in added:
+            continue
         if not mixture.only_noise or (is_drawn and not got.content & ~candidate.content):
             yield mixture
 
@@ -77,6 +98,18 @@ def _is_changed_later(tape: Tape, mixture: Op, given: Op, noises: int) -> bool:
                 return True
             others = [last for _, last in op.reads if last not in after]
             if op.name in ADDS and any(last.content & noises & ~mixture.content for last in others):
+                return True
+            after.add(op)
+    return False
+
+
+def _is_joined(tape: Tape, mixture: Op, given: Op, levels: int) -> bool:
+    """Whether an image is added to it on its way to the network, by the level: then it is one end of the path."""
+    after = {mixture}
+    for op in tape.upstream(given, [mixture]):
+        if op.kind == "op" and any(need in after for need in op.needs):
+            others = [last for _, last in op.reads if last not in after]
+            if op.name in ADDS and any(last.made_of & levels and last.content & ~levels for last in others):
                 return True
             after.add(op)
     return False
@@ -141,7 +174,15 @@ def _mixture(tape: Tape, op: Op, noises: int, levels: int) -> Mixture | None:
     except NotRecorded:
         return None
     upstream = tape.upstream(op)
-    pure = [each for each in upstream if each.content and not (each.content & ~noises or each.rows & levels) and each.floating]
+    single = sum(1 << source.index for source in tape.sources(op.content) if source.kind == "drawn" and numel(source) == 1)
+    pure = [
+        each
+        for each in upstream
+        if each.content & noises
+        and not (each.content & ~(noises | single) or each.rows & levels)
+        and each.floating
+        and (not each.content & single or _is_sum(tape, each, noises))
+    ]
     pure = [each for each in pure if each is not op and len(each.outs) == 1] or pure
     for noise in reversed(pure):
         if numel(noise) not in (value.numel(), 1) and not broadcasts(noise.shape, value.shape):
@@ -165,6 +206,14 @@ def _mixture(tape: Tape, op: Op, noises: int, levels: int) -> Mixture | None:
                 b = b * factors
             return Mixture(op, value, noise, spread, draws, b, where)
     return None
+
+
+def _is_sum(tape: Tape, op: Op, noises: int) -> bool:
+    """Whether noise of a strength that was drawn once for the batch is added to noise as it was drawn."""
+    return any(
+        each.name in ADDS and any(last.content and not last.content & ~noises for _, last in each.reads)
+        for each in [op, *tape.upstream(op)]
+    )
 
 
 def _before_levels(tape: Tape, op: Op, value: Tensor, choices: list[Op]) -> tuple[Op, Tensor, Tensor] | None:

@@ -11,15 +11,16 @@ LEAST = 8  # numbers of noise
 LEAST_OF_DATA = 512  # of a batch that a loader gave: so many normal numbers are no chance
 
 
-def noise_sources(tape: Tape, given: list[Given]) -> int:
-    """The bits of what may be noise: draws of image size, and normal numbers of image size from outside torch."""
+def noise_sources(tape: Tape, given: list[Given], part: float = PART) -> int:
+    """The bits of what may be noise: draws of image size, and normal numbers of image size from outside torch. `part`: how much
+    smaller than the largest it may be."""
     sources = {source for each in given for source in tape.sources(each.value.content)}
     may_be = {source for source in sources if _may_be_noise(source, tape)}
     size = max((each.value.shape[0] for each in given if each.value.floating and each.value.shape), default=1)
     most = max(map(numel, may_be), default=0)
     may_be = {source for source in may_be if numel(source) != size or most == size}  # else it is a level
     each_has = {source: numel(source) // (source.shape[0] if len(source.shape) > 1 else 1) for source in may_be}
-    least = max(each_has.values(), default=0) / PART
+    least = max(each_has.values(), default=0) / part
     of_samples = {source for source in may_be if each_has[source] >= least and numel(source) > LEAST}
     drawn = {source for source in of_samples if source.kind == "drawn"}  # normal numbers beside it are data
     bits = sum(1 << source.index for source in drawn or of_samples)

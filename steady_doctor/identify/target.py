@@ -164,7 +164,19 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
     _as_images(tape, root, mixture, found, wanted)
     if found.value is not None and found.value.shape == mixture.value.shape and mixture.clean_value is not None:
         _shares(tape, mixture, found.value, found)
+        if found.rest is not None and float(found.rest.max()) > LINEAR and _is_one_of_several(tape, root, output, mixture):
+            found.p = found.q = found.rest = None
     return found
+
+
+def _is_one_of_several(tape: Tape, root: Op, output: Op, mixture: Mixture) -> bool:
+    """Whether the output is compared with several values, of which one is made of its own image and noise: the others pull it
+    there or push it away, such as those of other samples."""
+    others = {other for _, other in _comparisons(tape, root, output) if numel(other) == mixture.value.numel()}
+    if len(others) < 2:
+        return False
+    values = [tape.value(other).reshape(mixture.value.shape) for other in others]
+    return any(float(fitted(mixture, value, mixture.noise_value)[1].max()) < LINEAR for value in values)
 
 
 def beyond(tape: Tape, root: Op, output: Op) -> tuple[str, float]:

@@ -14,6 +14,7 @@ MOST_SIGNAL = 0.85  # the image's share at the last row of a table; published sc
 NO_SIGNAL = 0.01  # the share below which nothing of the image is left
 TOO_MANY = 0.4  # of a table's rows without any image
 FAR = 1.0  # of -log of the shares, at the last row: the beginning of a straight path is a polynomial, too
+LEFT_OF_ONE = 0.5  # of the image, where the variances of the noise are betas that were not multiplied up
 FEWEST_ROWS, OF_BETAS = 12, 1e-4  # usual betas leave 4e-5 at most, and straight paths 1e-3 at least
 WIDE = 0.1  # of the shares: in a smaller range each path looks like another one
 EVEN, EXACT = 0.02, 2e-6  # of a beta, and of a share that rounding leaves
@@ -39,9 +40,9 @@ def path(seen: Seen) -> Iterator[Found]:
 
 
 def sub_vp(seen: Seen) -> Iterator[Found]:
-    """A path that some mean, and that a forgotten square root makes of another one."""
+    """A path that some mean, and say so, and that a forgotten square root makes of another one."""
     found = levels(seen)
-    if found is not None and found.kind == "sub-vp" and "subvp" not in seen.asked_words:
+    if found is not None and found.kind == "sub-vp" and "subvp" not in f"{seen.asked_words} {seen.network.lower()}":
         yield Found("input-sub-vp", seen.mixed()[0][0])
 
 
@@ -140,7 +141,8 @@ def schedule(seen: Seen) -> Iterator[Found]:
         if last == 0 and levels(seen) is not None and levels(seen).kind == "vp" and _of_betas(table[0], b * b):
             yield Found("input-exchanged", update, {"first": float(b[0]), "last": float(b[-1])})
         is_exploding = (path := levels(seen)) is not None and path.kind == "ve"  # to sigmas that may be for noisy photographs
-        if float(a[last]) > MOST_SIGNAL and not is_exploding:
+        most = LEFT_OF_ONE if _are_betas(table[0], b * b) else MOST_SIGNAL
+        if float(a[last]) > most and not is_exploding:
             yield Found("input-signal-left", update, {"share": float(a[last])})
         if float((a.abs() < NO_SIGNAL).double().mean()) > TOO_MANY:
             yield Found("input-all-noise", update, {"share": float((a.abs() < NO_SIGNAL).double().mean())})
@@ -179,6 +181,15 @@ def _of_betas(rows: torch.Tensor, variances: torch.Tensor) -> bool:
     powers = place[:, None] ** torch.arange(4)
     rest = powers @ torch.linalg.lstsq(powers, logs[:, None]).solution - logs[:, None]
     return float(rest.abs().max() / logs.max()) < OF_BETAS
+
+
+def _are_betas(rows: torch.Tensor, variances: torch.Tensor) -> bool:
+    """Whether they are betas in even steps, or squares of such steps."""
+    if len(rows) < FEWEST_ROWS:
+        return False
+    powers = (rows.double() / float(rows[-1]))[:, None] ** torch.arange(3)
+    rest = powers @ torch.linalg.lstsq(powers, variances.double()[:, None]).solution - variances.double()[:, None]
+    return float(rest.abs().max() / variances.max()) < OF_BETAS
 
 
 def spread(seen: Seen) -> Iterator[Found]:

@@ -19,11 +19,14 @@ def finite(seen: Seen) -> Iterator[Found]:
 
 
 def mode(seen: Seen) -> Iterator[Found]:
-    """Layers that leave something out by chance do so while the network trains."""
+    """Layers that leave something out by chance do so while the network trains; those that normalize by the batch go on to."""
+    has_normalized = False
     for step in seen.steps:
-        modes = [training for one in step.network.called for training in one.drops]
-        if modes and not any(modes):
-            yield Found("network-evaluation-mode", step.update.number, {"layers": len(modes)})
+        drops, norms = ([mode for one in step.network.called for mode in getattr(one, of)] for of in ("drops", "batch_norms"))
+        for modes in (drops, norms if has_normalized else []):
+            if modes and not any(modes):
+                yield Found("network-evaluation-mode", step.update.number, {"layers": len(modes)})
+        has_normalized = has_normalized or any(norms)
 
 
 def samples(seen: Seen) -> Iterator[Found]:

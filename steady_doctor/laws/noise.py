@@ -14,6 +14,7 @@ ERRORS = 7.0  # standard errors, beyond which chance does not explain a figure
 NORMAL_FOURTH = 3.0  # of a normal distribution, over the square of its variance; its own variance is 96 / n
 STRONGEST_OFFSET = 0.2  # of a mean of its own in each sample and channel: 0.1 is what is published
 ENOUGH = 512  # numbers, before a figure of them is judged
+EQUAL = 1e-4  # of a share, by which two that were measured may differ
 ROUNDED = 0.02  # what half precision may do to a spread or to a fourth moment
 
 
@@ -40,7 +41,8 @@ def _twice(mixture: Mixed) -> bool:
     images = torch.arange(mixture.size)[:, None] if mixture.clean is None else mixture.clean.head
     pairs = itertools.combinations(range(mixture.size), 2)
     alike = [(i, j) for i, j in pairs if torch.equal(rows[i], rows[j])]
-    return any(mixture.b[i] != mixture.b[j] and not torch.equal(images[i], images[j]) for i, j in alike)
+    levels = mixture.b.tolist()
+    return any(abs(levels[i] - levels[j]) > EQUAL * abs(levels[i]) and not torch.equal(images[i], images[j]) for i, j in alike)
 
 
 def again(seen: Seen) -> Iterator[Found]:

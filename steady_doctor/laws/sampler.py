@@ -14,12 +14,13 @@ from steady_doctor.found import Found
 from steady_doctor.identify.noise import is_standard_normal
 from steady_doctor.seen import Seen
 
-FEWEST = 32  # levels of training of which a, b, p and q are known
+FEWEST, FEWEST_COUNTED = 32, 8  # levels of training of which a, b, p and q are known; of whole numbers
 ENOUGH = 64  # numbers that tell noise
 STEPS = 4  # of the sampler
 SAME = 1e-4  # of an angle: levels that are one and the same
 LEAST = 1e-4  # by which a share is to change in a step
 FEW, MANY = 1 / 3, 3  # times the step that the levels ask for
+TOO_MUCH = 1.75  # times the loss of noise that they ask for: twice, where fresh noise is left out
 MOST = 0.75  # of the steps
 MOST_OF_IT = 0.3  # of the image's share
 
@@ -54,6 +55,10 @@ def read(seen: Seen) -> Iterator[Found]:
         wanted, made, most = np.array(losses).T
         if float(((made < 0) | (made > most)).mean()) > MOST:
             yield Found("target-other-sampler", update, _figures("noise", -wanted, -made))
+            return
+        still = np.array([not one.fresh for now, then, one in known if now[1] - then[1] > LEAST * largest])
+        if still.sum() >= STEPS and made[still].sum() > TOO_MUCH * wanted[still].sum():
+            yield Found("export-other-schedule", update, _figures("noise", -wanted[still], -made[still]))
 
 
 def _figures(share: str, wanted: np.ndarray, made: np.ndarray) -> dict[str, str | float]:
@@ -75,7 +80,8 @@ def trained_levels(seen: Seen) -> dict[str, np.ndarray]:
         moved = np.diff(table[0]) > 0
         is_same, one_way = np.abs(moves[~moved]) < SAME, (moves[moved] > -SAME, moves[moved] < SAME)
         is_level = bool(is_same.all()) and any(bool(way.all()) for way in one_way)
-        if is_level and len(np.unique(table[0])) >= FEWEST and np.isfinite(table).all():
+        fewest = FEWEST if bool((table[0] % 1).any()) else FEWEST_COUNTED
+        if is_level and len(np.unique(table[0])) >= fewest and np.isfinite(table).all():
             found[name] = table
     return found
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from steady_doctor.record.guidance import Part, differences, flat, halves
-from steady_doctor.record.modules import drops
+from steady_doctor.record.guidance import Part, flat, parts_of
+from steady_doctor.record.modules import drops, owner_of
 from steady_doctor.record.ops import Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.samples import Samples
@@ -63,6 +63,7 @@ class SamplerStep:
     image: float
     noise: float
     start: Tensor  # float32: some numbers of what the first call of the row got
+    fresh: bool  # there was some
     trains: bool  # whether layers that leave something out by chance, or normalize by the batch, were in training mode
     parts: list[Part]  # of two answers, or of both halves of a batch of the same images twice; else none
 
@@ -93,9 +94,11 @@ class Calls:
         self.hooks.callback(self._close)
         self._safely, self._is_recorded, self._trained, self._levels = safely, is_recorded, trained, levels
         self._begun = False
+        self._looks: _Looks | None = None
         self._tape: Tape | None = None  # from an answer on, up to the next call
         self._got = torch.zeros(0)  # what the network got there
         self._told: dict[str, float] = {}  # and was told
+        self._drawn: list[Tensor] = []  # before that, since the step before
         self._trains = False  # and its mode
         self._answers: list[tuple[Tensor, dict[str, Any]]] = []  # with their arguments; several for one step, as guidance has
         self._count, self._every = 0, 1
@@ -118,7 +121,11 @@ class Calls:
         if self._begun:
             self._weights = _weights_of(network) if (network := self._network()) is not None else self._weights
             return
-        self._begun, module = True, owner_of(parameters)
+        module = owner_of(parameters) if self._looks is None else self._called()
+        if module is not None and type(module).forward is nn.Module.forward:  # it is never called: one of its parts is
+            self._looks = self.hooks.enter_context(_Looks(module))
+            return
+        self._begun = True
         if module is None or _is_compiled(module) or "__call__" in vars(kind := type(module)):
             return
         self._names = list(inspect.signature(kind.forward).parameters)[1:]
@@ -126,6 +133,11 @@ class Calls:
         self._weights = _weights_of(module)
         self.hooks.callback(delattr, kind, "__call__")
         kind.__call__ = _Around(self, kind)  # type: ignore[method-assign]
+
+    def _called(self) -> nn.Module | None:
+        assert self._looks is not None  # noqa: S101
+        self._looks.close()
+        return self._looks.largest
 
     def around(self, original: Callable, this: nn.Module, given: tuple, named: dict[str, Any]) -> Any:
         """Calls `original`, the network's own call, and looks at what it gets and gives."""
@@ -201,12 +213,13 @@ class Calls:
         self._close()
         if tape is None or self._broken or x is None or (level := self._levels(self._told)) is None:
             return
-        part = x[:, slice(*level.channels)]
+        part, drawn = x[:, slice(*level.channels)], [tape.values[op.index] for op in tape.ops if op.kind == "drawn"]
         if part.shape == self._got.shape and not torch.equal(part, self._got):
             told = _told_to_all(arguments, len(x))
-            if level.name in told and (op := tape.op_of(x)) is not None:
+            if level.name in told and (op := tape.whole(x)) is not None:
                 with suppress(NotRecorded, RuntimeError, LookupError):
                     self._add(tape, op, answers, level, told[level.name])
+            self._drawn = drawn
         elif part.shape == self._got.shape:  # another call for the same step
             self._answers = answers
 
@@ -245,25 +258,49 @@ class Calls:
         )
         image = (low + high) / 2 + FAINT * (high - low) / 2 * image
         given: dict[Op, Tensor] = dict.fromkeys(answers, p * image + q * noise)
+        fresh: dict[Op, Tensor] = {}
         for source in tape.sources(op.content):
             value = tape.values.get(source.index)
-            if source.kind == "drawn":
-                given[source] = torch.zeros_like(tape.value(source))
+            if source.kind == "drawn" or (value is not None and any(torch.equal(value, one) for one in self._drawn)):
+                fresh[source] = torch.zeros_like(tape.value(source))
             elif source not in answers and value is not None and value.ndim and (times := _times(value, x[: len(value)])):
                 given[source] = (a * image + b * noise)[: len(value)] / times  # it is what the network got, or got twice
-        y = tape.value(op, given)[:, slice(*channels)].double().flatten()
-        sides = torch.stack([image, noise]).double().flatten(1)
-        gram = sides @ sides.T
-        shares = torch.linalg.solve(gram, sides @ y)
+        change = lambda given: tape.value(op, fresh | given)[:, slice(*channels)].double()  # noqa: E731
+        whole = change(given)
+        of_answers = change(given | {answer: given[answer] + 1 for answer in answers}) != whole  # elsewhere is what is known
+        y, sides = whole[of_answers], torch.stack([image[of_answers], noise[of_answers]]).double()
+        shares = torch.linalg.solve(sides @ sides.T, sides @ y)
         step = y - torch.tensor([a, b]).to(sides) @ sides
         if float((y - shares @ sides).norm()) <= min(EXACT * float(y.norm()), OF_STEP * float(step.norm())):
-            change = lambda given: tape.value(op, given)[:, slice(*channels)]  # noqa: E731
-            parts = _parts(change, given, answers, half, generator)
-            made, rest = float(shares[0]), float(shares[1])
-            self.steps.append(SamplerStep(name, self._told[name], then, made, rest, self._start.cpu(), self._trains, parts))
+            made, rest, start = float(shares[0]), float(shares[1]), self._start.cpu()
+            is_fresh = not torch.equal(whole, change(given | {source: tape.value(source) for source in fresh}))
+            parts = parts_of(change, given, answers, half, FAINT**2)
+            self.steps.append(SamplerStep(name, self._told[name], then, made, rest, start, is_fresh, self._trains, parts))
         if len(self.steps) == MOST:
             self.steps = [one for place, one in enumerate(self.steps) if _scattered(place) % 2]
             self._every *= 2
+
+
+class _Looks(ExitStack):
+    """Until it is closed: `largest` is the part of a network, which is not called as a whole, that has most parameters of those
+    that get a number beside an image, and give something of the image's shape."""
+
+    def __init__(self, whole: nn.Module):
+        super().__init__()
+        self.largest: nn.Module | None = None
+        self._parts, self._size = set(whole.modules()), 0
+        self.callback(nn.modules.module.register_module_forward_hook(self._look, with_kwargs=True).remove)
+
+    def _look(self, module: nn.Module, given: tuple, named: dict[str, Any], answer: Any) -> None:
+        if module not in self._parts or not torch.is_grad_enabled():
+            return
+        with suppress(Exception):
+            arguments = {str(place): one for place, one in enumerate(given)} | named
+            x, made = _image_in(arguments), _answer_in(answer)
+            is_denoiser = x is not None and made is not None and made.shape == x.shape and _numbers(arguments, len(x))
+            size = sum(parameter.numel() for parameter in module.parameters())
+            if is_denoiser and size > self._size:
+                self.largest, self._size = module, size
 
 
 class _Around:
@@ -281,46 +318,6 @@ class _Around:
 
     def __reduce__(self) -> tuple:
         return getattr, (nn.Module, "__call__")
-
-
-def owner_of(parameters: list[Tensor]) -> nn.Module | None:
-    """The smallest module that has most of these, rather than a list of modules; None where no module has any."""
-    trained, best, owner = {id(parameter) for parameter in parameters}, (0, False, 0), None
-    for module in gc.get_objects():
-        if issubclass(type(module), nn.Module):  # isinstance would ask stand-ins of other libraries, which then import them
-            with suppress(Exception):  # one that is not complete
-                own = [id(parameter) in trained for parameter in nn.Module.parameters(module)]
-                is_list = type(module).__module__ == nn.ModuleList.__module__
-                rank = sum(own), not is_list, -len(list(nn.Module.modules(module)))
-                if rank[0] and rank > best:
-                    best, owner = rank, module
-    return owner
-
-
-def _parts(
-    made_of: Callable[[dict[Op, Tensor]], Tensor],
-    given: dict[Op, Tensor],
-    answers: dict[Op, dict[str, Any]],
-    half: int,
-    generator: torch.Generator,
-) -> list[Part]:
-    """Each answer is changed a little, alone."""
-    calls, size = list(answers.values()), len(given[next(iter(answers))])
-    if half < size and len(calls) == 1:
-        places = [(op, place) for op in answers for place in (slice(half), slice(half, size))]
-        known = differences(*halves(calls[0], size), half)
-    elif half == size and len(calls) == 2:
-        places, known = [(op, slice(size)) for op in answers], differences(calls[0], calls[1], size)
-    else:
-        return []
-    plain, parts = made_of(given), []
-    for (op, place), of_it in zip(places, known):
-        changed = given[op].clone()
-        change = FAINT**2 * torch.randn(changed[place].shape, generator=generator, device=changed.device)
-        changed[place] += change.to(changed)
-        moved = (made_of(given | {op: changed}) - plain)[:half].double()
-        parts.append(Part(float((moved * change).sum() / change.double().square().sum()), of_it))
-    return parts
 
 
 def _weights_of(module: nn.Module) -> tuple[list[torch.Size], Samples]:

@@ -16,6 +16,7 @@ from steady_doctor.record.tape import Tape, key_of
 DIFFERENT = 8  # numbers of a parameter that differ, so that an equal tensor is no chance
 FIRST, SELDOM = 20, 16  # updates, and the share of them after which late ones are looked for
 SAME_WAY = 0.5  # cosine of two directions; rounding goes no way
+ALIKE = 1e-5  # of its size
 CHANGED = 1e-4  # of its size: more than rounding
 
 
@@ -134,7 +135,9 @@ class Copies:
             gone, way = now - copy.start, ways[copy.parameter]
             far = float(gone.norm()) > CHANGED * float(copy.start.norm())
             is_on_the_way = float(gone @ way) > SAME_WAY * float(gone.norm() * way.norm()) > 0
-            are_moved.append(tensor is not None and (far or is_on_the_way))
+            share = float(now @ copy.start) / max(float(copy.start @ copy.start), 1e-30)
+            is_share = float((now - share * copy.start).norm()) <= ALIKE * float(copy.start.norm())  # of what it was
+            are_moved.append(tensor is not None and ((far and not is_share) or is_on_the_way))
         return tensors, are_moved
 
     def of(self, which: Iterable[Copy]) -> set[int]:

@@ -1,9 +1,12 @@
 """Two answers of the network for one step of a sampler, as guidance has them: what each knew, and how much of it is used."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from steady_doctor.record.ops import Op
 
 
 class Known(NamedTuple):
@@ -21,7 +24,34 @@ class Part(NamedTuple):
     known: dict[str, Known]  # by the names of arguments
 
 
-def differences(one: dict[str, Any], other: dict[str, Any], size: int) -> tuple[dict[str, Known], dict[str, Known]]:
+def parts_of(
+    change: Callable[[dict[Op, Tensor]], Tensor],
+    given: dict[Op, Tensor],
+    answers: dict[Op, dict[str, Any]],
+    half: int,
+    faint: float,
+) -> list[Part]:
+    """Each answer is changed a little, alone: `change` gives what the network gets next, of these answers. `half`: the size of
+    a batch, or half of it where its halves have the same images."""
+    calls, size = list(answers.values()), len(given[next(iter(answers))])
+    if half < size and len(calls) == 1:
+        places = [(op, place) for op in answers for place in (slice(half), slice(half, size))]
+        known = _differences(*_halves(calls[0], size), half)
+    elif half == size and len(calls) == 2:
+        places, known = [(op, slice(size)) for op in answers], _differences(calls[0], calls[1], size)
+    else:
+        return []
+    plain, parts = change(given), []
+    for (op, place), of_it in zip(places, known):
+        changed = given[op].clone()
+        little = faint * torch.linspace(-1, 1, changed[place].numel()).reshape(changed[place].shape).to(changed)
+        changed[place] += little
+        moved = (change(given | {op: changed}) - plain)[:half]
+        parts.append(Part(float((moved * little).sum() / little.double().square().sum()), of_it))
+    return parts
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any], size: int) -> tuple[dict[str, Known], dict[str, Known]]:
     """Of two calls with `size` samples each, in their order."""
     one, other = flat(one), flat(other)
     names = [name for name in one | other if _differ(one.get(name), other.get(name))]
@@ -29,7 +59,7 @@ def differences(one: dict[str, Any], other: dict[str, Any], size: int) -> tuple[
     return first, second
 
 
-def halves(call: dict[str, Any], size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _halves(call: dict[str, Any], size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of the two halves of a batch of `size`."""
     parts = {name: one for name, one in flat(call).items() if isinstance(one, Tensor) and one.ndim and len(one) == size}
     half = size // 2

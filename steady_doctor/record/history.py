@@ -157,7 +157,8 @@ class History:
             theirs = {id(parameter) for group in of.param_groups for parameter in group["params"]}
             if of is optimizer or theirs == mine:
                 steps = int(getattr(made, "last_epoch", 0))
-                self.schedules.append(Schedule(made, type(made).__name__, _length(made), of is optimizer, steps))
+                own = of.param_groups[0] is optimizer.param_groups[0]  # also of an optimizer that wraps it
+                self.schedules.append(Schedule(made, type(made).__name__, _length(made), own, steps))
         self._made = []
         self.base = tuple(_number(group.get("initial_lr", 0.0)) for group in optimizer.param_groups)
 

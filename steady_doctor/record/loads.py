@@ -71,7 +71,10 @@ class Loads:
             with contextlib.suppress(Exception):  # that the script's own dataset raises
                 self.stored[key] = StoredImages(dataset)
         if images is not None and len(begins) < MOST:
-            means = (images.abs() if images.is_complex() else images).detach().double().flatten(1).mean(1)
+            images = (images.abs() if images.is_complex() else images).detach().double()
+            weights = torch.rand(images.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            # Each image may have been brought to a mean of 0, or be mirrored.
+            means = (images * (weights + weights.flip(-1)).to(images.device)).flatten(1).mean(1)
             begins.append(tuple(means.tolist()))
 
 

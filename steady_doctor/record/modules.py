@@ -1,6 +1,8 @@
 """The modules that are called in a recorded update, and hold what is trained."""
 
+import gc
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +75,20 @@ class Modules:
     def is_outermost(self, module: nn.Module) -> bool:
         """Whether this call, which ends, is that of a network, and learns."""
         return id(module) in self._outermost and torch.is_grad_enabled()
+
+
+def owner_of(parameters: list[Tensor]) -> nn.Module | None:
+    """The smallest module that has most of these, rather than a list of modules; None where no module has any."""
+    trained, best, owner = {id(parameter) for parameter in parameters}, (0, False, 0), None
+    for module in gc.get_objects():
+        if issubclass(type(module), nn.Module):  # isinstance would ask stand-ins of other libraries, which then import them
+            with suppress(Exception):  # one that is not complete
+                own = [id(parameter) in trained for parameter in nn.Module.parameters(module)]
+                is_list = type(module).__module__ == nn.ModuleList.__module__
+                rank = sum(own), not is_list, -len(list(nn.Module.modules(module)))
+                if rank[0] and rank > best:
+                    best, owner = rank, module
+    return owner
 
 
 def _is_average(weight: Tensor, trained: list[Tensor]) -> bool:

@@ -296,9 +296,9 @@ class Session:
         """`told`: None where x is what the call before gave."""
         if self.tape is not None and self._recorded is not None:
             if told is not None:
-                self._recorded.calls.append(Call(self.tape.op_of(x), told))
+                self._recorded.calls.append(Call(self.tape.whole(x), told))
             elif self._recorded.calls:
-                self._recorded.calls[-1].gave = self.tape.op_of(x)
+                self._recorded.calls[-1].gave = self.tape.whole(x)
 
     def _make_optimizer(self, original: Callable, optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
         original(optimizer, *arguments, **options)

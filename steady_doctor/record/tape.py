@@ -96,6 +96,19 @@ class Tape(Replay, TorchDispatchMode):
         writer = self._writers.get(key_of(tensor))
         return maker if writer is None or (maker is not None and maker.index > writer.index) else writer
 
+    def whole(self, tensor: Tensor) -> Op | None:
+        """The operation whose value is this tensor: a new one, where a part of it was written last."""
+        last = self.op_of(tensor)
+        if last is None or not last.writes or last.shape == tuple(tensor.shape):
+            return last
+        self.paused += 1
+        with torch.no_grad():
+            same = torch.ops.aten.alias.default(tensor)
+        self.paused -= 1
+        op, given, keys, written = self._call(torch.ops.aten.alias.default, (tensor,), {})
+        self._append(op, given, keys, written, [same])
+        return op
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if self.paused or os.getpid() != self._process:  # a worker that was forked while this records
