@@ -49,15 +49,21 @@ def two_steps(network):
 
 
 @torch.no_grad()
-def ancestral(network, clip=False, low=-1):
+def ancestral(network, clip=False, low=-1, drawn_before=False, fresh=1, predicts="epsilon", known=None):
+    """`known`: what stands in the first column of each image."""
     x = torch.randn(shape())
     for t in reversed(range(T)):
+        noise = torch.randn_like(x) if drawn_before else None
+        if known is not None:
+            x[..., 0] = known
         answer = network(x, torch.full((len(x),), t))
         before = ALPHA_BAR[t - 1] if t else torch.ones(())
         image = (x - (1 - ALPHA_BAR[t]).sqrt() * answer) / ALPHA_BAR[t].sqrt()
+        image = answer if predicts == "sample" else image
         image = image.clamp(low, 1) if clip else image
         mean = before.sqrt() * (1 - ALPHA[t]) * image + ALPHA[t].sqrt() * (1 - before) * x
-        x = mean / (1 - ALPHA_BAR[t]) + (1 - ALPHA[t]).sqrt() * torch.randn_like(x)
+        noise = torch.randn_like(x) if noise is None else noise
+        x = mean / (1 - ALPHA_BAR[t]) + fresh * (1 - ALPHA[t]).sqrt() * noise
 
 
 def flow(network):
@@ -102,6 +108,35 @@ def validation(network):
         x0 = torch.rand(shape()) * 2 - 1
         noised = ALPHA_BAR[t].sqrt() * x0 + (1 - ALPHA_BAR[t]).sqrt() * torch.randn_like(x0)
         network(noised, torch.full((len(x0),), t))
+
+
+class OfCodes(Network):
+    def forward(self, x, t, code=0):
+        return self.last(torch.relu(self.first(x) + self.embedding(t) + code))
+
+
+class Parts(torch.nn.Module):
+    """It has no call of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.denoiser = torch.nn.Conv2d(C, 16, SIDE), OfCodes()
+
+
+def of_parts(network):
+    return lambda x0: vp(lambda x, t: network.denoiser(x, t, network.encoder(x0)))(x0)
+
+
+def held(network):
+    """The first column of each image is known, and gets no noise."""
+
+    def loss_of(x0):
+        t, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        mixed = column(ALPHA_BAR[t].sqrt()) * x0 + column((1 - ALPHA_BAR[t]).sqrt()) * noise
+        mixed[..., 0] = x0[..., 0]
+        return (network(mixed, t) - noise)[..., 1:].square().mean()
+
+    return loss_of
 
 
 class OfClasses(Network):
@@ -267,6 +302,9 @@ HEALTHY = {
     "ancestral": (vp, ancestral),
     "ancestral, cut off": (vp, lambda network: ancestral(network, clip=True)),
     "two steps": (vp, two_steps),
+    "ancestral, noise drawn before the call": (vp, lambda network: ancestral(network, drawn_before=True)),
+    "ancestral, of a part": (of_parts, lambda network: ancestral(network.denoiser)),
+    "ancestral, a known column": (held, lambda network: ancestral(network, known=0.3)),
     "euler": (flow, euler),
     "heun": (flow, lambda network: euler(network, heun=True)),
     "the average": (vp, lambda network: ddim(copy.deepcopy(network))),
@@ -287,6 +325,22 @@ HEALTHY = {
 }
 FAULTS = {
     "answers are images": (vp, lambda network: ddim(network, predicts="sample"), "target-other-sampler"),
+    "answers are images, noise drawn before the call": (
+        vp,
+        lambda network: ancestral(network, drawn_before=True, predicts="sample"),
+        "target-other-sampler",
+    ),
+    "answers of a part are images": (
+        of_parts,
+        lambda network: ancestral(network.denoiser, predicts="sample"),
+        "target-other-sampler",
+    ),
+    "answers are images, beside a known column": (
+        held,
+        lambda network: ancestral(network, known=0.3, predicts="sample"),
+        "target-other-sampler",
+    ),
+    "no fresh noise": (vp, lambda network: ancestral(network, fresh=0), "export-other-schedule"),
     "the sign of the velocity": (flow, lambda network: euler(network, sign=-1), "target-other-sampler"),
     "from images to noise": (flow, lambda network: euler(network, sign=-1, begin=0.0), "target-sampled-backwards"),
     "the ends exchanged": (flow, lambda network: euler(network, begin=0.0), "target-sampled-backwards"),
@@ -318,9 +372,14 @@ def test_a_sampler_that_cuts_off_at_the_range_of_the_images():
 @pytest.mark.parametrize("name", [*HEALTHY, *FAULTS])
 def test_a_sampler_is_that_of_the_loss(name):
     loss, sample, *codes = (HEALTHY | FAULTS)[name]
-    kind = {beside: Beside, edm: Preconditioned, vp: Network, flow: Velocity if "made of an image" in name else Network}.get(
-        loss, Score
-    )
+    kind = {
+        beside: Beside,
+        of_parts: Parts,
+        held: Network,
+        edm: Preconditioned,
+        vp: Network,
+        flow: Velocity if "made of an image" in name else Network,
+    }.get(loss, Score)
     network, update = kind(), iter(range(999))
     found, _ = train(network, loss(network), updates=40, after=lambda: next(update) == 39 and sample(network))
     assert found == codes

@@ -1,0 +1,262 @@
+"""Healthy loops in styles of published code that a law once took for a fault, and the faults beside them."""
+
+import copy
+
+import pytest
+import torch
+from small_loops import ALPHA_BAR, SIDE, B, C, Network, T, column, is_healthy, pictures, train, vp
+from torch import nn
+from torch.nn.functional import logsigmoid, mse_loss
+
+from steady_doctor.doctor import Doctor
+
+
+def level(count):
+    """(t [count], its shares of the image and of the noise)."""
+    t = torch.randint(0, T, (count,))
+    return t, column(ALPHA_BAR[t].sqrt()), column((1 - ALPHA_BAR[t]).sqrt())
+
+
+class Beside(Network):
+    """It gets other channels beside the noised ones."""
+
+    def __init__(self):
+        super().__init__(channels=2 * C)
+
+    def forward(self, x, t, other):
+        return super().forward(torch.cat([x, other], 1), t)
+
+
+def from_a_noised_image(network):
+    """A path from a noised image to a sharp one (Fischer et al. 2023): the noise is a part of its end."""
+
+    def loss_of(x0):
+        low = nn.functional.interpolate(nn.functional.avg_pool2d(x0, 2), scale_factor=2)
+        begin, t = 0.8 * low + 0.6 * torch.randn_like(low), torch.rand(len(x0))
+        mixed = column(t) * x0 + (1 - column(t)) * begin
+        return mse_loss(network(mixed, 1000 * t, low), x0 - begin)
+
+    return loss_of
+
+
+def away_from_others(network):
+    """Stoica et al. 2025: also away from what is asked of another sample."""
+
+    def loss_of(x0):
+        t, noise = torch.rand(len(x0)), torch.randn_like(x0)
+        output, wanted = network((1 - column(t)) * x0 + column(t) * noise, 1000 * t), noise - x0
+        return mse_loss(output, wanted) - 0.05 * mse_loss(output, wanted.roll(1, 0))
+
+    return loss_of
+
+
+def preferred(network):
+    """Wallace et al. 2023: two images with one noise and one level."""
+    before = copy.deepcopy(network).requires_grad_(False)
+
+    def loss_of(x0):
+        t, a, b = (one.repeat(2, *[1] * (one.ndim - 1)) for one in level(len(x0) // 2))
+        noise = torch.randn_like(x0[: len(x0) // 2]).repeat(2, 1, 1, 1)
+        errors = [(one(a * x0 + b * noise, t) - noise).square().mean((1, 2, 3)) for one in (network, before)]
+        better, worse = (errors[1] - errors[0]).chunk(2)
+        return -logsigmoid(500 * (better - worse)).mean()
+
+    return loss_of
+
+
+def perturbed(network):
+    """Ning et al. 2023, by a strength that is drawn once for the batch."""
+
+    def loss_of(x0):
+        (t, a, b), noise = level(len(x0)), torch.randn_like(x0)
+        return mse_loss(network(a * x0 + b * (noise + 0.1 * torch.rand(1) * torch.randn_like(x0)), t), noise)
+
+    return loss_of
+
+
+class OfMeans(Network):
+    def __init__(self):
+        super().__init__(channels=2 * C)
+        self.mean = nn.Conv2d(C, C, 3, padding=1)
+
+    def forward(self, x, t, mean):
+        return super().forward(torch.cat([x, mean], 1), t)
+
+
+def to_a_trained_mean(network):
+    """Popov et al. 2021: what is noised goes to a mean that an encoder makes of the text."""
+
+    def loss_of(x0):
+        (t, a, b), noise = level(len(x0)), torch.randn_like(x0)
+        mean = network.mean(x0.roll(1, 2))
+        return mse_loss(network(a * x0 + (1 - a) * mean + b * noise, t, mean), noise) + mse_loss(mean, x0)
+
+    return loss_of
+
+
+@pytest.mark.parametrize(
+    ("loss", "network", "words"),
+    [
+        (from_a_noised_image, Beside, "the image in its input was not identified"),
+        (away_from_others, Network, "straight path from images to noise, an unknown target"),
+        (preferred, Network, "variance-preserving path"),
+        (perturbed, Network, "variance-preserving path, epsilon, errors weighed equally"),
+        (to_a_trained_mean, OfMeans, "no mixture of image and noise was identified"),
+    ],
+)
+def test_nothing_is_found(loss, network, words):
+    is_healthy(made := network(), loss(made), words, updates=24)
+
+
+class OfSteps(nn.Module):
+    """Each step of a series is an image, and its condition what a network read before it (Rasul et al. 2021)."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.GRU(C, 16, batch_first=True)
+        self.layers = nn.Sequential(nn.Linear(C + 17, 32), nn.SiLU(), nn.Linear(32, C))
+
+    def forward(self, x, t, told):
+        return self.layers(torch.cat([x, t[:, None] / T, told], 1))
+
+
+def test_steps_of_all_samples_in_one_axis():
+    network = OfSteps()
+
+    def loss_of(x0):
+        series = x0.flatten(2).transpose(1, 2)[:, :9]
+        told = network.read(series[:, :-1])[0].flatten(0, 1)
+        following, t = series[:, 1:].flatten(0, 1), torch.randint(0, T, (8 * len(x0),))
+        a, b, noise = ALPHA_BAR[t, None].sqrt(), (1 - ALPHA_BAR[t, None]).sqrt(), torch.randn_like(following)
+        return mse_loss(network(a * following + b * noise, t, told), noise)
+
+    assert train(network, loss_of)[0] == []
+
+
+class Averaging(torch.optim.Optimizer):
+    """Vahdat & Kautz 2020: it wraps another one, and shares its groups."""
+
+    def __init__(self, inner):
+        self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
+
+    def step(self):
+        self.inner.step()
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_schedule_of_an_optimizer_around_another_one(wrapped):
+    network = Network()
+    doctor = Doctor()
+    with doctor.install():
+        inner = torch.optim.Adam(network.parameters(), 1e-3)
+        of = Averaging(inner) if wrapped else torch.optim.Adam(network.parameters(), 1e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(of, 24)
+        for _ in range(24):
+            inner.zero_grad()
+            vp(network)(pictures(B)).backward()
+            (of if wrapped else inner).step()
+            of._opt_called = True  # what torch notes of optimizers that have stepped
+            schedule.step()
+    assert ("rate-other-optimizer" in [one.code for one in doctor.findings(True)]) != wrapped
+
+
+@pytest.mark.parametrize(("name", "codes"), [("SubVPSDE", []), ("Network", ["input-sub-vp"])])
+def test_what_a_network_is_called_by_says_which_path_is_meant(name, codes):
+    network = type(name, (Network,), {})()
+
+    def loss_of(x0):
+        t, a, b = level(len(x0))
+        noise = torch.randn_like(x0)
+        return mse_loss(network(a * x0 + b**2 * noise, t), noise)
+
+    assert train(network, loss_of)[0] == codes
+
+
+@pytest.mark.parametrize(("mirrored", "shuffled"), [(False, True), (True, False), (False, False)])
+def test_samples_that_were_each_brought_to_a_mean_of_0(mirrored, shuffled):
+    network, doctor = Network(), Doctor()
+    images = pictures() - pictures().mean((1, 2, 3), keepdim=True)
+
+    class Images(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(images)
+
+        def __getitem__(self, place):
+            return images[place].flip(-1) if mirrored and torch.rand(()) < 0.5 else images[place]
+
+    with doctor.install():
+        optimizer, loss_of = torch.optim.Adam(network.parameters()), vp(network)
+        loader = torch.utils.data.DataLoader(Images(), B, shuffle=shuffled)
+        for _ in range(6):
+            for batch in loader:
+                optimizer.zero_grad()
+                loss_of(batch).backward()
+                optimizer.step()
+    assert ("data-not-shuffled" in [one.code for one in doctor.findings(True)]) != shuffled
+
+
+def test_one_ratio_of_image_and_noise_at_all_levels():
+    network = Network()
+
+    def loss_of(x0):
+        sigma, noise = torch.exp(1.2 * torch.randn(len(x0)) - 1), torch.randn_like(x0)
+        scale = column((sigma**2 + 0.25) ** -0.5)
+        return mse_loss(network(scale * (x0 + noise), 100 * sigma), x0)
+
+    assert "input-path" in train(network, loss_of)[0]
+
+
+def test_noise_of_one_beta_alone_and_images_of_one_alpha():
+    network, betas = Network(), torch.linspace(1e-4, 0.5, 50)
+
+    def loss_of(x0):
+        t, noise = torch.randint(0, 50, (len(x0),)), torch.randn_like(x0)
+        return mse_loss(network(column((1 - betas[t]).sqrt()) * x0 + column(betas[t].sqrt()) * noise, t), noise)
+
+    assert "input-signal-left" in train(network, loss_of)[0]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_average_that_is_drawn_to_itself(own):
+    network, average = Network(), Network()
+    average.load_state_dict(network.state_dict())
+    average.requires_grad_(False)
+
+    @torch.no_grad()
+    def mix():
+        for old, new in zip(average.parameters(), network.parameters()):
+            old.copy_(0.999 * old) if own else old.mul_(0.999).add_(new, alpha=1e-3)
+
+    torch.manual_seed(0)
+    doctor = Doctor()
+    with doctor.install():
+        optimizer, loss_of = torch.optim.Adam(network.parameters()), vp(network)
+        for _ in range(24):
+            optimizer.zero_grad()
+            loss_of(pictures(B)).backward()
+            optimizer.step()
+            mix()
+    assert [one.code for one in doctor.findings(True)] == (["ema-never-updated"] if own else [])
+
+
+@pytest.mark.parametrize(("until", "ends"), [(99, False), (0, False), (6, True)])
+def test_batches_are_normalized_to_the_end_or_never(until, ends):
+    network, update = Network(), iter(range(99))
+    network.first = nn.Sequential(network.first, nn.BatchNorm2d(16))
+    network.train(until > 0)
+    found, _ = train(network, vp(network), updates=24, after=lambda: network.train(next(update) < until))
+    assert ("network-evaluation-mode" in found) == ends
+
+
+@pytest.mark.parametrize(("shape", "codes"), [((C, SIDE, SIDE), []), ((C, 1, 1), ["noise-shared"])])
+def test_noise_beside_a_larger_draw_of_a_code(shape, codes):
+    network = Beside()
+    network.encoder = nn.Conv2d(C, 2 * C, 3, padding=1)
+
+    def loss_of(x0):
+        mean, spread = network.encoder(x0).chunk(2, 1)
+        code = mean + spread.exp() * torch.randn_like(mean)
+        (t, a, b), noise = level(len(x0)), torch.randn(len(x0), *shape)
+        return mse_loss(network(a * x0 + b * noise, t, code), noise.expand_as(x0))
+
+    assert codes == [code for code in train(network, loss_of)[0] if code == "noise-shared"]
