@@ -6,7 +6,7 @@ import torch
 
 from steady_doctor.found import Found
 from steady_doctor.identify.step import Mixed
-from steady_doctor.laws.paths import LEAST, is_slip, levels
+from steady_doctor.laws.paths import LEAST, Levels, is_slip, levels
 from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
 
@@ -18,6 +18,7 @@ LEFT_OF_ONE = 0.5  # of the image, where the variances of the noise are betas th
 FEWEST_ROWS, OF_BETAS = 12, 1e-4  # usual betas leave 4e-5 at most, and straight paths 1e-3 at least
 WIDE = 0.1  # of the shares: in a smaller range each path looks like another one
 EVEN, EXACT = 0.02, 2e-6  # of a beta, and of a share that rounding leaves
+EXACT_RATIO = 1e-3  # of a ratio
 SECOND_NOISE = 0.3  # of the clean image: an encoder's latents have some hundredths
 
 
@@ -34,9 +35,16 @@ def path(seen: Seen) -> Iterator[Found]:
         yield Found("noise-not-cumulated", seen.mixed()[0][0])
     elif part:
         yield Found("input-not-cumulated", seen.mixed()[0][0])
-    elif is_slip(found.a, found.b):
+    elif is_slip(found.a, found.b) or _has_one_ratio(seen, found):
         pairs = [(round(float(a), 3), round(float(b), 3)) for a, b in list(zip(found.a, found.b))[:4]]
         yield Found("input-path", seen.mixed()[0][0], {"pairs": pairs})
+
+
+def _has_one_ratio(seen: Seen, found: Levels) -> bool:
+    """Whether image and noise are mixed alike at all levels, though both are scaled by these, and the noise is not."""
+    spreads = [one.mixture.noise.std for _, one in seen.mixed()]
+    is_steady = max(spreads) < (1 + WIDE) * min(spreads)
+    return is_steady and float(found.sigma.max() - found.sigma.min()) <= EXACT_RATIO * float(found.sigma.abs().max())
 
 
 def sub_vp(seen: Seen) -> Iterator[Found]:
@@ -178,7 +186,7 @@ def _of_betas(rows: torch.Tensor, variances: torch.Tensor) -> bool:
     place, logs = rows[known].double() / float(rows[-1]), -variances[known].double().log()
     if len(logs) < FEWEST_ROWS or float(logs.max()) < FAR:
         return False
-    powers = place[:, None] ** torch.arange(4)
+    powers = place[:, None] ** torch.arange(4, device="cpu")
     rest = powers @ torch.linalg.lstsq(powers, logs[:, None]).solution - logs[:, None]
     return float(rest.abs().max() / logs.max()) < OF_BETAS
 
@@ -187,7 +195,7 @@ def _are_betas(rows: torch.Tensor, variances: torch.Tensor) -> bool:
     """Whether they are betas in even steps, or squares of such steps."""
     if len(rows) < FEWEST_ROWS:
         return False
-    powers = (rows.double() / float(rows[-1]))[:, None] ** torch.arange(3)
+    powers = (rows.double() / float(rows[-1]))[:, None] ** torch.arange(3, device="cpu")
     rest = powers @ torch.linalg.lstsq(powers, variances.double()[:, None]).solution - variances.double()[:, None]
     return float(rest.abs().max() / variances.max()) < OF_BETAS
 

@@ -65,9 +65,8 @@ def factors(a: Tensor, b: Tensor) -> tuple[float, float] | None:
 
 def is_slip(a: Tensor, b: Tensor) -> bool:
     """Whether shares on no known path are what a slip makes of one: with a root or a square too few or too many, noise of one
-    share, or one ratio to the image, or two levels in one sample. Other shares may be those of a path that is not known."""
-    ratios = b / a.clamp(min=1e-9)
-    if any(float(x.max() - x.min()) <= SAME * float(x.abs().max()) for x in (b, ratios)):
+    share, or two levels in one sample. Other shares may be those of a path that is not known here."""
+    if float((b.max() - b.min()) / b.abs().max()) <= SAME:
         return True
     if _turns(b[a.argsort()].tolist(), SCATTERED * float(b.abs().max())) > 1:
         return True

@@ -270,7 +270,7 @@ class Calls:
         of_answers = change(given | {answer: given[answer] + 1 for answer in answers}) != whole  # elsewhere is what is known
         y, sides = whole[of_answers], torch.stack([image[of_answers], noise[of_answers]]).double()
         shares = torch.linalg.solve(sides @ sides.T, sides @ y)
-        step = y - torch.tensor([a, b]).to(sides) @ sides
+        step = y - a * sides[0] - b * sides[1]
         if float((y - shares @ sides).norm()) <= min(EXACT * float(y.norm()), OF_STEP * float(step.norm())):
             made, rest, start = float(shares[0]), float(shares[1]), self._start.cpu()
             is_fresh = not torch.equal(whole, change(given | {source: tape.value(source) for source in fresh}))

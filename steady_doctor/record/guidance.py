@@ -44,8 +44,8 @@ def parts_of(
     plain, parts = change(given), []
     for (op, place), of_it in zip(places, known):
         changed = given[op].clone()
-        little = faint * torch.linspace(-1, 1, changed[place].numel()).reshape(changed[place].shape).to(changed)
-        changed[place] += little
+        little = faint * torch.linspace(-1, 1, changed[place].numel(), device=changed.device).reshape(changed[place].shape)
+        changed[place] += little.to(changed)
         moved = (change(given | {op: changed}) - plain)[:half]
         parts.append(Part(float((moved * little).sum() / little.double().square().sum()), of_it))
     return parts

@@ -72,7 +72,9 @@ class Loads:
                 self.stored[key] = StoredImages(dataset)
         if images is not None and len(begins) < MOST:
             images = (images.abs() if images.is_complex() else images).detach().double()
-            weights = torch.rand(images.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            weights = torch.rand(
+                images.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"
+            )
             # Each image may have been brought to a mean of 0, or be mirrored.
             means = (images * (weights + weights.flip(-1)).to(images.device)).flatten(1).mean(1)
             begins.append(tuple(means.tolist()))
