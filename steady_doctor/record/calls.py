@@ -135,9 +135,10 @@ class Calls:
         kind.__call__ = _Around(self, kind)  # type: ignore[method-assign]
 
     def _called(self) -> nn.Module | None:
-        assert self._looks is not None  # noqa: S101
-        self._looks.close()
-        return self._looks.largest
+        looks, self._looks = self._looks, None
+        assert looks is not None  # noqa: S101
+        looks.close()
+        return looks.largest
 
     def around(self, original: Callable, this: nn.Module, given: tuple, named: dict[str, Any]) -> Any:
         """Calls `original`, the network's own call, and looks at what it gets and gives."""
@@ -288,7 +289,7 @@ class _Looks(ExitStack):
     def __init__(self, whole: nn.Module):
         super().__init__()
         self.largest: nn.Module | None = None
-        self._parts, self._size = set(whole.modules()), 0
+        self._parts, self._size = weakref.WeakSet(whole.modules()), 0
         self.callback(nn.modules.module.register_module_forward_hook(self._look, with_kwargs=True).remove)
 
     def _look(self, module: nn.Module, given: tuple, named: dict[str, Any], answer: Any) -> None:
