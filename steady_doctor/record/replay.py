@@ -94,7 +94,8 @@ class Replay:
             precise = _in_float64 if each in wide else _as_it_is
             with torch.set_grad_enabled(grad and (each.with_grad or through)):
                 if each in given:
-                    tensors[each.result] = precise(given[each] if each in instead else given[each].detach().clone())
+                    value = given[each] if each in instead else given[each].detach()
+                    tensors[each.result] = precise(value.clone())  # the script may have written to it
                 elif each.is_source:
                     if each.index not in self.values:
                         raise NotRecorded(f"{each.name} was written over")

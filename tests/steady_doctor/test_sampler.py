@@ -169,13 +169,19 @@ def left_out(network, x, t, y, none):
     return network(x, t, y), network(x, t)
 
 
+def written_over(network, x, t, y, none):
+    """What the script makes of its answers is in the tensor of one of them."""
+    given, free = network(x, t, y), network(x, t, none)
+    return given.sub_(free).mul_(1).add_(free), free
+
+
 def in_a_dictionary(network, x, t, y, none):
     return network(x, t, more={"label": y}), network(x, t, more={})
 
 
 @pytest.mark.parametrize(
     ("answers", "one_class"),
-    [(twice, False), (twice, True), (at_once, False), (left_out, True), (in_a_dictionary, True)],
+    [(twice, False), (twice, True), (at_once, False), (left_out, True), (in_a_dictionary, True), (written_over, False)],
 )
 @pytest.mark.parametrize(("strength", "codes"), [(3, []), (0.5, []), (-3, ["condition-guided-away"])])
 def test_guidance_leads_to_the_condition(answers, one_class, strength, codes, sign=1):
