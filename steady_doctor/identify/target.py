@@ -19,6 +19,7 @@ COMPARES = {"sub", "rsub", "sub_", "mse_loss", "l1_loss", "smooth_l1_loss", "hub
 LEAST_STEP = 0.1  # of the output, above the rounding of what it is compared with; networks begin with outputs of nearly 0
 FEWEST, EXCHANGED = 4, 6  # samples of a batch, and how many of them are tried
 SAME_WEIGHT = 1e-3  # of a weight, which is a quotient of differences
+MOST = 0.75  # of a target, that several together leave of the own one
 BOUNDS = {"tanh": (-1.0, 1.0), "sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "relu": (0.0, torch.inf)}  # of what it gives
 BESIDE, UNEVEN = 1e-3, 0.1  # of the target's spread; and of the gradient at the output
 CLOSE = 1e-2  # of an output's bounds
@@ -164,19 +165,24 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
     _as_images(tape, root, mixture, found, wanted)
     if found.value is not None and found.value.shape == mixture.value.shape and mixture.clean_value is not None:
         _shares(tape, mixture, found.value, found)
-        if found.rest is not None and float(found.rest.max()) > LINEAR and _is_one_of_several(tape, root, output, mixture):
+        is_known = found.rest is not None and float(found.rest.max()) <= LINEAR
+        if not is_known and _is_one_of_several(tape, root, output, mixture, found.value):
             found.p = found.q = found.rest = None
     return found
 
 
-def _is_one_of_several(tape: Tape, root: Op, output: Op, mixture: Mixture) -> bool:
+def _is_one_of_several(tape: Tape, root: Op, output: Op, mixture: Mixture, wanted: Tensor) -> bool:
     """Whether the output is compared with several values, of which one is made of its own image and noise: the others pull it
     there or push it away, such as those of other samples."""
     others = {other for _, other in _comparisons(tape, root, output) if numel(other) == mixture.value.numel()}
     if len(others) < 2:
         return False
-    values = [tape.value(other).reshape(mixture.value.shape) for other in others]
-    return any(float(fitted(mixture, value, mixture.noise_value)[1].max()) < LINEAR for value in values)
+    shares = fitted(mixture, wanted, mixture.noise_value)[0]
+    for other in others:
+        own, rest, _ = fitted(mixture, tape.value(other).reshape(mixture.value.shape), mixture.noise_value)
+        if float(rest.max()) < LINEAR:  # what is asked for in all has most of it
+            return bool(((shares * own).sum(-1) > MOST * own.square().sum(-1)).all())
+    return False
 
 
 def beyond(tape: Tape, root: Op, output: Op) -> tuple[str, float]:

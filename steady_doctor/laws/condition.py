@@ -175,21 +175,32 @@ def guided(seen: Seen) -> Iterator[Found]:
     for _, one in seen.mixed():
         for name, numbers in one.called.told.items() if one.called is not None else ():
             trained[name] |= set(numbers.tolist())
+    nulls = {
+        float(label)
+        for _, one in seen.passes()
+        for each in one.conditions.given
+        if each.labels is not None and each.dropped is not None
+        for label in each.labels[each.dropped].tolist()
+    }
     shares = []
     for step in seen.sampled:
+        for part in step.parts:
+            part.known.pop(step.name, None)  # the level itself, which guidance may change, too
         for one, other in (step.parts, step.parts[::-1]) if step.parts else ():
             whole = one.weight + other.weight
-            if _says_less(other, one, trained) and not _says_less(one, other, trained) and whole:
+            if _says_less(other, one, trained, nulls) and not _says_less(one, other, trained, nulls) and whole:
                 shares.append(one.weight / whole)
     if len(shares) >= GUIDED and sum(share < AWAY for share in shares) > MOST_DROPPED * len(shares):
         yield Found("condition-guided-away", seen.updates, {"steps": len(shares), "share": median(shares)})
 
 
-def _says_less(one: Part, other: Part, trained: dict[str, set[float]]) -> bool:
+def _says_less(one: Part, other: Part, trained: dict[str, set[float]], nulls: set[float]) -> bool:
     """Whether it was left out, or is one label for samples of several, or one that images do not have."""
     for name, known in one.known.items():
         labels, than = known.labels, other.known[name]
-        if than.given and (not known.given or (known.alike and not than.alike)):
+        # One label of images for all samples may be the wish, and others what the samples were, or labels by chance.
+        is_empty = known.alike and not than.alike and (labels <= nulls or labels.isdisjoint(trained[name]))
+        if than.given and (not known.given or is_empty):
             return True
         if labels and than.labels and labels.isdisjoint(trained[name]) and than.labels <= trained[name]:
             return True

@@ -18,7 +18,7 @@ LEFT_OF_ONE = 0.5  # of the image, where the variances of the noise are betas th
 FEWEST_ROWS, OF_BETAS = 12, 1e-4  # usual betas leave 4e-5 at most, and straight paths 1e-3 at least
 WIDE = 0.1  # of the shares: in a smaller range each path looks like another one
 EVEN, EXACT = 0.02, 2e-6  # of a beta, and of a share that rounding leaves
-EXACT_RATIO = 1e-3  # of a ratio
+EXACT_RATIO, FIRST_BETA = 1e-3, 1e-3  # of a ratio; the largest one
 SECOND_NOISE = 0.3  # of the clean image: an encoder's latents have some hundredths
 
 
@@ -42,9 +42,12 @@ def path(seen: Seen) -> Iterator[Found]:
 
 def _has_one_ratio(seen: Seen, found: Levels) -> bool:
     """Whether image and noise are mixed alike at all levels, though both are scaled by these, and the noise is not."""
-    spreads = [one.mixture.noise.std for _, one in seen.mixed()]
+    spreads, told = zip(*((one.mixture.noise.std, one.mixture.told) for _, one in seen.mixed()))
+    is_told = any(len(way[0].unique()) > 1 for way in told if way)  # else it is trained for one level
     is_steady = max(spreads) < (1 + WIDE) * min(spreads)
-    return is_steady and float(found.sigma.max() - found.sigma.min()) <= EXACT_RATIO * float(found.sigma.abs().max())
+    return (
+        is_told and is_steady and float(found.sigma.max() - found.sigma.min()) <= EXACT_RATIO * float(found.sigma.abs().max())
+    )
 
 
 def sub_vp(seen: Seen) -> Iterator[Found]:
@@ -192,8 +195,8 @@ def _of_betas(rows: torch.Tensor, variances: torch.Tensor) -> bool:
 
 
 def _are_betas(rows: torch.Tensor, variances: torch.Tensor) -> bool:
-    """Whether they are betas in even steps, or squares of such steps."""
-    if len(rows) < FEWEST_ROWS:
+    """Whether they are betas in even steps, or squares of such steps: they begin with next to nothing."""
+    if len(rows) < FEWEST_ROWS or float(variances.min()) > FIRST_BETA:
         return False
     powers = (rows.double() / float(rows[-1]))[:, None] ** torch.arange(3, device="cpu")
     rest = powers @ torch.linalg.lstsq(powers, variances.double()[:, None]).solution - variances.double()[:, None]

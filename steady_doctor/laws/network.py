@@ -23,7 +23,8 @@ def mode(seen: Seen) -> Iterator[Found]:
     has_normalized = False
     for step in seen.steps:
         drops, norms = ([mode for one in step.network.called for mode in getattr(one, of)] for of in ("drops", "batch_norms"))
-        for modes in (drops, norms if has_normalized else []):
+        is_all = not any(one.training for one in step.network.called)  # else only these layers rest, on purpose
+        for modes in (drops, norms if has_normalized and is_all else []):
             if modes and not any(modes):
                 yield Found("network-evaluation-mode", step.update.number, {"layers": len(modes)})
         has_normalized = has_normalized or any(norms)

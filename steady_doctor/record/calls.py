@@ -100,6 +100,7 @@ class Calls:
         self._told: dict[str, float] = {}  # and was told
         self._drawn: list[Tensor] = []  # before that, since the step before
         self._trains = False  # and its mode
+        self._generators: list[Tensor] = []  # the states of what draws numbers, before it
         self._answers: list[tuple[Tensor, dict[str, Any]]] = []  # with their arguments; several for one step, as guidance has
         self._count, self._every = 0, 1
         self._row = 0  # calls since the last one with gradients
@@ -122,11 +123,12 @@ class Calls:
             self._weights = _weights_of(network) if (network := self._network()) is not None else self._weights
             return
         module = owner_of(parameters) if self._looks is None else self._called()
-        if module is not None and type(module).forward is nn.Module.forward:  # it is never called: one of its parts is
+        is_called = module is None or type(module).forward is not nn.Module.forward
+        if module is not None and not is_called and not _is_compiled(module):  # one of its parts is
             self._looks = self.hooks.enter_context(_Looks(module))
             return
         self._begun = True
-        if module is None or _is_compiled(module) or "__call__" in vars(kind := type(module)):
+        if module is None or not is_called or _is_compiled(module) or "__call__" in vars(kind := type(module)):
             return
         self._names = list(inspect.signature(kind.forward).parameters)[1:]
         self._network, self._kind, self._thread = weakref.ref(module), kind, threading.get_ident()
@@ -138,7 +140,8 @@ class Calls:
         looks, self._looks = self._looks, None
         assert looks is not None  # noqa: S101
         looks.close()
-        return looks.largest
+        largest, looks.largest = looks.largest, None  # `hooks` would keep it
+        return largest
 
     def around(self, original: Callable, this: nn.Module, given: tuple, named: dict[str, Any]) -> Any:
         """Calls `original`, the network's own call, and looks at what it gets and gives."""
@@ -160,6 +163,7 @@ class Calls:
         if self._row == 1:
             self._safely(self._quietly, self._begin, arguments)
         self._end(self._arrive, arguments)
+        self._generators = _generators()
         answer = original(*given, **named)
         if self._row > 1:  # one call is none of a sampler
             self._safely(self._quietly, self._leave, this, arguments, answer)
@@ -236,7 +240,10 @@ class Calls:
             if (level := self._levels(told)) is None:
                 return
             self._got, self._told = x[:, slice(*level.channels)].detach().clone(), told
-            self._trains = any(part.training and (isinstance(part, _BatchNorm) or drops(part)) for part in this.modules())
+            has_drawn = any(not torch.equal(one, other) for one, other in zip(self._generators, _generators()))
+            training = [part for part in this.modules() if part.training]
+            by_batch = any(isinstance(part, _BatchNorm) and part.running_mean is not None for part in training)
+            self._trains = by_batch or (has_drawn and any(map(drops, training)))  # a layer may rest in this call
         if answer.shape != self._got.shape:
             self._answers = []
             return
@@ -333,8 +340,16 @@ def _are_alike(one: tuple[list[torch.Size], Samples], other: tuple[list[torch.Si
 
 
 def _is_compiled(module: nn.Module) -> bool:
+    """Whether it, or a part of it, is."""
+    parts = set(module.modules())
     kinds = (one for one in gc.get_objects() if type(one).__name__ == "OptimizedModule")
-    return module._compiled_call_impl is not None or any(vars(one).get("_orig_mod") is module for one in kinds)
+    return any(part._compiled_call_impl is not None for part in parts) or any(
+        vars(one).get("_orig_mod") in parts for one in kinds
+    )
+
+
+def _generators() -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def _is_captured() -> bool:

@@ -27,6 +27,7 @@ class Network:
     frozen: int = 0
     drops: list[bool] = field(default_factory=list)  # of each layer that leaves something out by chance: its mode is training
     batch_norms: list[bool] = field(default_factory=list)  # of each: its mode is training
+    training: bool = True  # its own mode
     as_made: list[str] = field(default_factory=list)  # frozen weights that have their first random values
 
 
@@ -48,7 +49,7 @@ class Modules:
             return
         self._outermost.add(id(module))
         self._inside |= {id(each) for each in module.modules()}
-        network = Network(type(module).__name__)
+        network = Network(type(module).__name__, training=module.training)
         resting = {id(below) for part in module.modules() if _is_frozen(part) for below in part.modules()}
         trained: dict[torch.Size, list[Tensor]] = {}
         for parameter in module.parameters():
