@@ -14,9 +14,10 @@ from steady_doctor.identify.mixed import Mixture, Nothing, given_to_network, num
 from steady_doctor.identify.mixture import find_mixture
 from steady_doctor.identify.network import Network, identify_network
 from steady_doctor.identify.rows import FORMS
-from steady_doctor.identify.target import COMPARES, Target, beyond, by_image, by_network, by_others, find_target
+from steady_doctor.identify.target import COMPARES, Target, beyond, find_target
 from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, products_of, told_mixture
 from steady_doctor.identify.update import Update, identify_update
+from steady_doctor.identify.weighed import by_image, by_network, by_others
 from steady_doctor.record.ops import Op
 from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.replay import NotRecorded

@@ -1,7 +1,7 @@
 """What the network is trained to give: from the loss as a function of the output, as the tape repeats it."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from steady_doctor.identify.fit import fit
 from steady_doctor.identify.mixed import LINEAR, Mixture, numel
-from steady_doctor.identify.rows import FORMS, differ
+from steady_doctor.identify.rows import FORMS
 from steady_doctor.record.ops import PARAMETERS, Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
@@ -17,7 +17,6 @@ from steady_doctor.record.tape import Tape
 CUTS = {"slice", "select"}
 COMPARES = {"sub", "rsub", "sub_", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 LEAST_STEP = 0.1  # of the output, above the rounding of what it is compared with; networks begin with outputs of nearly 0
-FEWEST, EXCHANGED = 4, 6  # samples of a batch, and how many of them are tried
 SAME_WEIGHT = 1e-3  # of a weight, which is a quotient of differences
 MOST = 0.75  # of a target, that several together leave of the own one
 BOUNDS = {"tanh": (-1.0, 1.0), "sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "relu": (0.0, torch.inf)}  # of what it gives
@@ -131,10 +130,10 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
     layers = root.fronts & set(tape.upstream(output))
     try:
         value = tape.value(output).double()  # the loss again, without rounding
-        step, beside = _step(value), None
-        if _with_variance(value, mixture):
+        step, beside = step_of(value), None
+        if with_variance(value, mixture):
             step[:, mixture.value.shape[1] :] = 0  # what else is learned of a number changes how much its error counts
-            beside = gradient_of(tape, root, output, value + _step(value) - step)
+            beside = gradient_of(tape, root, output, value + step_of(value) - step)
         gradients = [gradient_of(tape, root, output, v) for v in (value, value + step, value - step)]
     except (NotRecorded, RuntimeError):
         return Target(output, layers, "unknown")
@@ -158,7 +157,7 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
             return Target(output, layers, "none")
         found = Target(output, layers, "operand", wanted)
     found.wanted = wanted
-    if _with_variance(value, mixture) and beside is not None:
+    if with_variance(value, mixture) and beside is not None:
         ours, others = (one[:, : mixture.value.shape[1]] for one in (here, beside))
         found.by_variance = bool((ours - others).norm() > SAME_WEIGHT * ours.norm())
     found.skips = _skips(tape, root, output, mixture)
@@ -200,12 +199,12 @@ def beyond(tape: Tape, root: Op, output: Op) -> tuple[str, float]:
     return "", 0.0
 
 
-def _with_variance(value: Tensor, mixture: Mixture) -> bool:
+def with_variance(value: Tensor, mixture: Mixture) -> bool:
     shape = mixture.value.shape
     return len(shape) > 2 and value.shape == (shape[0], 2 * shape[1], *shape[2:])
 
 
-def _step(value: Tensor) -> Tensor:
+def step_of(value: Tensor) -> Tensor:
     signs = torch.randint(0, 2, value.shape, generator=torch.Generator().manual_seed(0)).to(value.device) * 2 - 1
     return 0.5 * value.float().std().clamp(min=LEAST_STEP) * signs.to(value)
 
@@ -223,7 +222,7 @@ def gradient_of(tape: Tape, root: Op, output: Op, value: Tensor, instead: dict[O
 def _compared(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
     """The output at which there is no error: where what was made of it, which is a line in it, is what it is compared with."""
     for ours, other in _comparisons(tape, root, output):
-        step = _step(value)
+        step = step_of(value)
         here, there = (tape.value(ours, {output: v}, exact=True).double() for v in (value, value + step))
         wanted = tape.value(other, exact=True).double()
         if here.shape != value.shape:
@@ -355,96 +354,3 @@ def fitted(mixture: Mixture, value: Tensor, noise: Tensor) -> tuple[Tensor, Tens
     known = (torch.isfinite(value) & is_noised).flatten(1).double()
     y = torch.nan_to_num(value).double().flatten(1) * known
     return *fit(y, *(v.double().flatten(1) * known for v in (mixture.clean_value, noise) if v is not None)), known
-
-
-def by_network(tape: Tape, root: Op, target: Target) -> bool:
-    """Whether the target follows another network's output, which is in the loss; else that is in a term of its own."""
-    others = [front for front in root.fronts if front.content and front not in target.layers]
-    if not others:
-        return False
-    try:
-        value = tape.value(target.output).double()
-        here = gradient_of(tape, root, target.output, value)
-        moved = gradient_of(tape, root, target.output, value, {one: 1 - tape.value(one) for one in others})
-    except (NotRecorded, RuntimeError):
-        return True
-    return here is None or moved is None or bool((here - moved).norm() > SAME_WEIGHT * here.norm())
-
-
-def by_image(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
-    """Whether it is the image itself that decides which of its errors count: another image's would."""
-    if mixture.clean is None:
-        return False
-    slopes = [_slopes(tape, root, mixture, target, instead) for instead in ({}, _rolled(tape, [mixture.clean]))]
-    known = [slope for slope in slopes if slope is not None]
-    return len(known) == 2 and bool((known[0] - known[1]).abs().max() > 0.5 * known[0].abs().max())
-
-
-def by_others(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
-    """Whether errors are weighed by the noise level of another sample, or by a number that is drawn for the weight alone."""
-
-    def weights(instead: dict[Op, Tensor]) -> Tensor | None:
-        slopes = _slopes(tape, root, mixture, target, instead)
-        return None if slopes is None or len(slopes) != mixture.size else slopes.flatten(1).amax(1)
-
-    plain = weights({})
-    if plain is None or float(plain.max()) <= float(plain.min()) * (1 + SAME_WEIGHT):
-        return False
-    own = [source for source in mixture.levels if source.shape[:1] == (mixture.size,)]
-    told = mixture.input.made_of | target.output.made_of  # a second level that the network is told may count, too
-    drawn = [source for source in tape.sources(root.content) if source.kind == "drawn" and not told >> source.index & 1]
-    others = [source for source in drawn if source.shape[:1] == (mixture.size,) and numel(source) == mixture.size]
-    if others and (moved := weights(_rolled(tape, others))) is not None and not _are(moved, plain):
-        return True
-    return mixture.size >= FEWEST and bool(own) and _is_by_another(tape, mixture, own, plain, weights)
-
-
-def _is_by_another(tape: Tape, mixture: Mixture, own: list[Op], plain: Tensor, weights: Callable) -> bool:
-    """Whether, where one sample gets the level of another, the weight of just one other sample changes, whose input does not. A
-    figure of the whole batch, by which all weights are divided, changes all of them or none."""
-    found = 0
-    for place in range(0, mixture.size, -(-mixture.size // EXCHANGED)):
-        instead = {source: tape.value(source).clone() for source in own}
-        for value in instead.values():
-            value[place] = value[place - mixture.size // 2]
-        moved = weights(instead)
-        try:
-            given = tape.value(mixture.input, instead)
-        except NotRecorded:
-            return False
-        if moved is None or given.shape != mixture.value.shape:
-            return False
-        changed, stays = ~_same(moved, plain).cpu(), ~differ(mixture.value, given)
-        changed[place] = False
-        if int(changed.sum()) > 1 or bool((changed & ~stays).any()):
-            return False
-        found += int(changed.sum())
-    return found > 1
-
-
-def _are(x: Tensor, y: Tensor) -> bool:
-    return bool(_same(x, y).all())
-
-
-def _same(x: Tensor, y: Tensor) -> Tensor:
-    return (x - y).abs() <= SAME_WEIGHT * y.abs()
-
-
-def _rolled(tape: Tape, values: list[Op]) -> dict[Op, Tensor]:
-    """Each sample with the values of the one before."""
-    return {value: tape.value(value).roll(1, 0) for value in values}
-
-
-def _slopes(tape: Tape, root: Op, mixture: Mixture, target: Target, instead: dict[Op, Tensor]) -> Tensor | None:
-    """The second derivative of the loss by each number of the output but for a variance; None where there is none."""
-    if target.slope is None:
-        return None
-    value = tape.value(target.output).double()
-    step = _step(value)
-    if _with_variance(value, mixture):
-        step[:, mixture.value.shape[1] :] = 0
-    try:
-        here, above = (gradient_of(tape, root, target.output, v, instead) for v in (value, value + step))
-    except NotRecorded:
-        return None
-    return None if here is None or above is None else torch.where(step == 0, 0.0, (above - here) / step).abs()
