@@ -184,19 +184,21 @@ def guided(seen: Seen) -> Iterator[Found]:
     }
     shares = []
     for step in seen.sampled:
-        for part in step.parts:
-            part.known.pop(step.name, None)  # the level itself, which guidance may change, too
         for one, other in (step.parts, step.parts[::-1]) if step.parts else ():
             whole = one.weight + other.weight
-            if _says_less(other, one, trained, nulls) and not _says_less(one, other, trained, nulls) and whole:
+            less, more = (_says_less(*pair, step.name, trained, nulls) for pair in ((other, one), (one, other)))
+            if less and not more and whole:
                 shares.append(one.weight / whole)
-    if len(shares) >= GUIDED and sum(share < AWAY for share in shares) > MOST_DROPPED * len(shares):
+    if len(shares) >= GUIDED and median(shares) < AWAY:
         yield Found("condition-guided-away", seen.updates, {"steps": len(shares), "share": median(shares)})
 
 
-def _says_less(one: Part, other: Part, trained: dict[str, set[float]], nulls: set[float]) -> bool:
-    """Whether it was left out, or is one label for samples of several, or one that images do not have."""
+def _says_less(one: Part, other: Part, level: str, trained: dict[str, set[float]], nulls: set[float]) -> bool:
+    """Whether a condition was left out, or is one label for samples of several, or one that images do not have. `level`: the
+    argument of the noise level, which guidance may change, too."""
     for name, known in one.known.items():
+        if name == level:
+            continue
         labels, than = known.labels, other.known[name]
         # One label of images for all samples may be the wish, and others what the samples were, or labels by chance.
         is_empty = known.alike and not than.alike and (labels <= nulls or labels.isdisjoint(trained[name]))

@@ -163,7 +163,7 @@ class Calls:
         if self._row == 1:
             self._safely(self._quietly, self._begin, arguments)
         self._end(self._arrive, arguments)
-        self._generators = _generators()
+        self._safely(self._quietly, self._note_generators)
         answer = original(*given, **named)
         if self._row > 1:  # one call is none of a sampler
             self._safely(self._quietly, self._leave, this, arguments, answer)
@@ -193,6 +193,9 @@ class Calls:
     def _note_answer(self, answer: Any) -> None:
         if (given := _answer_in(answer)) is not None:
             self._trained(given)
+
+    def _note_generators(self) -> None:
+        self._generators = _generators()
 
     def _end(self, how: Callable, *arguments: Any) -> None:
         if (tape := self._tape) is not None:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from small_loops import ALPHA_BAR, SIDE, B, C, Network, T, column, is_healthy, pictures, train, vp
+from small_loops import ALPHA_BAR, B, C, Network, T, column, is_healthy, pictures, train, vp
 from torch import nn
 from torch.nn.functional import logsigmoid, mse_loss
 
@@ -248,15 +248,26 @@ def test_batches_are_normalized_to_the_end_or_never(until, ends):
     assert ("network-evaluation-mode" in found) == ends
 
 
-@pytest.mark.parametrize(("shape", "codes"), [((C, SIDE, SIDE), []), ((C, 1, 1), ["noise-shared"])])
-def test_noise_beside_a_larger_draw_of_a_code(shape, codes):
-    network = Beside()
-    network.encoder = nn.Conv2d(C, 2 * C, 3, padding=1)
+class OfClouds(nn.Module):
+    """It gets points that are noised, and a code of 32 numbers that is drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.told, self.last = nn.Linear(3, 32), nn.Linear(33, 32), nn.Linear(32, 3)
+
+    def forward(self, x, t, code):
+        told = self.told(torch.cat([code, t[:, None] / T], 1))
+        return self.last(torch.relu(self.first(x) + told[:, None]))
+
+
+@pytest.mark.parametrize(("points", "codes"), [(16, []), (1, ["noise-shared"])])
+def test_noise_beside_a_larger_draw_of_a_code(points, codes):
+    network = OfClouds()
 
     def loss_of(x0):
-        mean, spread = network.encoder(x0).chunk(2, 1)
-        code = mean + spread.exp() * torch.randn_like(mean)
-        (t, a, b), noise = level(len(x0)), torch.randn(len(x0), *shape)
-        return mse_loss(network(a * x0 + b * noise, t, code), noise.expand_as(x0))
+        t, noise = torch.randint(0, T, (len(x0),)), torch.randn(len(x0), points, 3).expand(-1, 16, -1)
+        mixed = ALPHA_BAR[t, None, None].sqrt() * x0 + (1 - ALPHA_BAR[t, None, None]).sqrt() * noise
+        return mse_loss(network(mixed, t, torch.randn(len(x0), 32)), noise)
 
-    assert codes == [code for code in train(network, loss_of)[0] if code == "noise-shared"]
+    clouds = torch.randn(64, 16, 3, generator=torch.Generator().manual_seed(1))
+    assert codes == [code for code in train(network, loss_of, data=clouds)[0] if code.startswith("noise")]
