@@ -203,6 +203,39 @@ def test_guidance_leads_to_the_condition(answers, one_class, strength, codes, si
     assert train(network, loss, updates=40, after=lambda: next(update) == 39 and sample())[0] == codes
 
 
+def test_guidance_from_other_classes_to_one():
+    """The answers that are led away from know a class, too."""
+    network, update = OfClasses(), iter(range(999))
+
+    @torch.no_grad()
+    def sample():
+        x, times, own = torch.randn(shape()), torch.linspace(1, 0, STEPS).tolist(), torch.arange(16) % 10
+        for now, then in pairwise(times):
+            t = torch.full((len(x),), 1000 * now)
+            to, away = network(x, t, torch.full_like(own, 3)), network(x, t, own)
+            x = x + (then - now) * (away + 3 * (to - away))
+
+    loss = flow(lambda x, t: network(x, t, torch.arange(len(x)) % 10))
+    assert train(network, loss, updates=40, after=lambda: next(update) == 39 and sample())[0] == []
+
+
+class Rests(Network):
+    """Its mode decides where it may leave something out, and how much is an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = 0.1
+
+    def forward(self, x, t, share=0.0):
+        hidden = torch.relu(self.first(x) + self.embedding(t))
+        return self.last(torch.nn.functional.dropout(hidden, share) if self.training and share else hidden)
+
+
+def test_a_mode_that_changes_nothing():
+    network, update = Rests(), iter(range(999))
+    assert train(network, vp(network), updates=40, after=lambda: next(update) == 39 and ddim(network))[0] == []
+
+
 def test_guidance_calls_the_network_twice_at_each_level():
     test_guidance_leads_to_the_condition(twice, False, 3, ["target-other-sampler"], sign=-1)
 

@@ -260,6 +260,34 @@ class OfClouds(nn.Module):
         return self.last(torch.relu(self.first(x) + told[:, None]))
 
 
+def test_normalization_that_rests_on_purpose_while_the_network_trains():
+    network, update = Network(), iter(range(99))
+    network.first = nn.Sequential(network.first, nn.BatchNorm2d(16))
+    found, _ = train(network, vp(network), updates=24, after=lambda: network.first[1].train(next(update) < 6))
+    assert "network-evaluation-mode" not in found
+
+
+def test_what_is_asked_of_two_samples_alike():
+    network = Network()
+
+    def loss_of(x0):
+        (t, a, b), noise = level(len(x0)), torch.randn_like(x0)
+        output = network(a * x0 + b * noise, t)
+        return mse_loss(output, noise) + mse_loss(output, noise.roll(1, 0))
+
+    assert train(network, loss_of)[0] == ["target-other"]
+
+
+def test_one_level_and_a_contrast_that_is_changed_after_the_noise():
+    network = Network()
+
+    def loss_of(x0):
+        scale = column(0.5 + torch.rand(len(x0)))
+        return mse_loss(network(scale * (x0 + 0.5 * torch.randn_like(x0)), torch.zeros(len(x0))), scale * x0)
+
+    assert "input-path" not in train(network, loss_of)[0]
+
+
 @pytest.mark.parametrize(("points", "codes"), [(16, []), (1, ["noise-shared"])])
 def test_noise_beside_a_larger_draw_of_a_code(points, codes):
     network = OfClouds()
