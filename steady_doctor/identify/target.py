@@ -262,12 +262,11 @@ def _where_least(tape: Tape, root: Op, output: Op, wanted: Tensor, here: Tensor)
 
 def _comparisons(tape: Tape, root: Op, output: Op) -> Iterator[tuple[Op, Op]]:
     """What was made of the output, and what is taken off it; the last one on the way to the loss first."""
-    size = torch.Size(output.shape).numel()
     for op in reversed(tape.upstream(root, [output])):
         pair = [last for _, last in op.reads][:2]
         if op.name in COMPARES and len(pair) > 1 and pair[0].trained != pair[1].trained and pair[0].shape == pair[1].shape:
             ours, other = sorted(pair, key=lambda last: not last.trained)
-            if torch.Size(ours.shape).numel() >= size // 2:
+            if torch.Size(ours.shape).numel() > output.shape[0]:  # a part may be asked for, such as the last step of a walk
                 yield ours, other
 
 

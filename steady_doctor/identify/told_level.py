@@ -57,13 +57,14 @@ def _parts(given: Given, noise: int) -> list[Given]:
 
 
 def _may_be_told(tape: Tape, mixture: Mixture, given: list[Given]) -> bool:
-    """Whether a level goes into a value of the network beside the mixture, or numbers of each sample come from elsewhere."""
+    """Whether a level goes into a value of the network beside the mixture, or numbers of each sample come from elsewhere: how
+    they belong to levels that are no operation's is not known."""
     noised = [op for op in tape.upstream(mixture.input) if op.content & mixture.noise.content]
     mixed = [each.value for each in given if each.value.content & mixture.noise.content and each.value not in noised]
     within = {op for value in mixed for op in tape.upstream(value, noised)}
     sources = {op for each in beside(mixture, given) for op in tape.sources(each.value.made_of)}
-    by_numpy = bool(mixture.levels) and all(source.kind == "outside" and source.floating for source in mixture.levels)
-    known = [op for op in sources if op.kind == "outside" and (op.floating or by_numpy)]
+    by_numbers = bool(mixture.levels) and all(source.kind == "outside" for source in mixture.levels)
+    known = [op for op in sources if by_numbers or (op.kind == "outside" and op.floating)]
     elsewhere = [op for op in known if numel(op) == mixture.size > 1]
     return bool(elsewhere) or not within.isdisjoint(mixture.levels)
 

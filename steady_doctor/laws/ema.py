@@ -115,8 +115,11 @@ def part(seen: Seen) -> Iterator[Found]:
 
 def never(seen: Seen) -> Iterator[Found]:
     """A copy of the network that was made before training, that no loss depends on, and that is what it was to the end. Not of
-    a second training, which may begin as the average of the first."""
+    a second training, which may begin as the average of the first; and where most of a network rests, it is what the trained
+    layers were copied from."""
     found = seen.copies
+    if any(one.frozen > one.trained for step in seen.steps for one in step.network.called):
+        return
     if found is None or not seen.ended or seen.updates < PATIENCE or any(_each(seen)) or seen.is_later:
         return
     free = [copy for copy in found.all if copy.alive and not copy.in_loss and copy.parameter in found.changed]

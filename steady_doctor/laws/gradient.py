@@ -98,6 +98,8 @@ def missing(seen: Seen) -> Iterator[Found]:
     never = set.intersection(*(set(gradient.without) for gradient in gradients))
     late = [update.gradient for update in seen.recorded(SETTLED)]
     zero = set.intersection(*(set(gradient.zero) for gradient in late)) if len(late) > 1 else set()
+    if len(zero) < FEW * gradients[0].parameters:  # what these give may be cut off, as the text's part of the last block is
+        zero = set()
     if never | zero:
         yield Found("gradient-missing", known[0].number, _of(tuple(sorted(never | zero)), gradients[0].parameters))
 

@@ -5,6 +5,8 @@ network would give, p x_0 + q noise, it makes the share a of the next level, and
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,46 +25,93 @@ FEW, MANY = 1 / 3, 3  # times the step that the levels ask for
 TOO_MUCH = 1.75  # times the loss of noise that they ask for: twice, where fresh noise is left out
 MOST = 0.75  # of the steps
 MOST_OF_IT = 0.3  # of the image's share
+CLOSE = 0.3  # of the changes of both shares, by which a sampler that is right differs from what the levels ask for
 
 
 def read(seen: Seen) -> Iterator[Found]:
     tables = trained_levels(seen)
-    steps = [one for one in seen.sampled if one.name in tables]
-    known = [(at(tables[one.name], one.told), at(tables[one.name], one.then), one) for one in steps]
+    sampled = [one for one in seen.sampled if one.name in tables]
+    known = [(at(tables[one.name], one.told), at(tables[one.name], one.then), one) for one in sampled]
     known = [(now, then, one) for now, then, one in known if now is not None and then is not None]
-    update = seen.mixed()[-1][0] if known else 0
-    gains = [(then[0] - now[0], one.image - now[0]) for now, then, one in known]
-    gains = [(wanted, made) for wanted, made in gains if abs(wanted) > LEAST]
-    if len(gains) >= STEPS:
-        wanted, made = np.array(gains).T
-        figures, times = _figures("image", wanted, made), made / wanted
-        from_noise = all(is_standard_normal(one.start, ENOUGH) for one in steps)  # else images are encoded, or changed
-        if wanted.max() < 0 and -wanted.sum() > MOST_OF_IT and from_noise:
-            yield Found("target-sampled-backwards", update, {"steps": len(wanted), "fall": -float(wanted.sum())})
-            return
-        if float(((times < 0) | (times > MANY)).mean()) > MOST:
-            yield Found("target-other-sampler", update, figures)
-            return
-        if float((times < FEW).mean()) > MOST:
+    if len(known) < STEPS:
+        return
+    update, (now, then, ones) = seen.mixed()[-1][0], zip(*known)
+    made = [(one.image, one.noise) for one in ones]
+    steps = Steps(np.array(now), np.array(then), np.array(made), np.array([one.fresh for one in ones]))
+    gains = steps.then[:, 0] - steps.now[:, 0]
+    gains = gains[np.abs(gains) > LEAST]
+    from_noise = all(is_standard_normal(one.start, ENOUGH) for one in sampled)  # else images are encoded, or changed
+    if len(gains) >= STEPS and gains.max() < 0 and -gains.sum() > MOST_OF_IT and from_noise:
+        yield Found("export-sampled-backwards", update, {"steps": len(gains), "fall": -float(gains.sum())})
+    elif (found := _off(steps)) is not None:
+        is_answer, figures = found
+        if not is_answer:
             yield Found("export-other-schedule", update, figures)
-            return
+        elif reads := _read_as(steps):
+            yield Found("target-other-sampler", update, figures | {"reads": reads})
+        else:
+            yield Found("export-other-step", update, figures)
+
+
+@dataclass
+class Steps:
+    """a, b, p and q at the level that the network was told, and at the next one, [N, 4]; the shares of image and noise that
+    were made, [N, 2]; and whether there was fresh noise, [N]."""
+
+    now: np.ndarray
+    then: np.ndarray
+    made: np.ndarray
+    fresh: np.ndarray
+
+
+def _off(steps: Steps) -> tuple[bool, dict[str, Any]] | None:
+    """(whether it is the answer that is taken for something else, figures), where most steps do not lead to the next level."""
+    asked, done = steps.then[:, :2] - steps.now[:, :2], steps.made - steps.now[:, :2]
+    moves = np.abs(asked[:, 0]) > LEAST
+    if moves.sum() >= STEPS:
+        wanted, made = asked[moves, 0], done[moves, 0]
+        times, figures = made / wanted, _figures("image", wanted, made)
+        if ((times < 0) | (times > MANY)).mean() > MOST:
+            return True, figures
+        if (times < FEW).mean() > MOST:
+            return False, figures
     # Of the noise a step takes something off, and not more than twice what is there; fresh noise is not counted.
-    largest = max((now[1] for now, _, _ in known), default=0.0)
-    losses = [
-        (now[1] - then[1], now[1] - one.noise, 2 * now[1]) for now, then, one in known if now[1] - then[1] > LEAST * largest
-    ]
-    if len(losses) >= STEPS:
-        wanted, made, most = np.array(losses).T
-        if float(((made < 0) | (made > most)).mean()) > MOST:
-            yield Found("target-other-sampler", update, _figures("noise", -wanted, -made))
-            return
-        still = np.array([not one.fresh for now, then, one in known if now[1] - then[1] > LEAST * largest])
-        if still.sum() >= STEPS and made[still].sum() > TOO_MUCH * wanted[still].sum():
-            yield Found("export-other-schedule", update, _figures("noise", -wanted[still], -made[still]))
+    falls = -asked[:, 1] > LEAST * steps.now[:, 1].max()
+    if falls.sum() >= STEPS:
+        wanted, made, still = asked[falls, 1], done[falls, 1], ~steps.fresh[falls]
+        if ((made > 0) | (-made > 2 * steps.now[falls, 1])).mean() > MOST:
+            return True, _figures("noise", wanted, made)
+        if still.sum() >= STEPS and made[still].sum() < TOO_MUCH * wanted[still].sum():
+            return False, _figures("noise", wanted[still], made[still])
+    return None
 
 
-def _figures(share: str, wanted: np.ndarray, made: np.ndarray) -> dict[str, str | float]:
+def _figures(share: str, wanted: np.ndarray, made: np.ndarray) -> dict[str, Any]:
     return {"share": share, "steps": len(wanted), "wanted": float(wanted.sum()), "made": float(made.sum())}
+
+
+def _read_as(steps: Steps) -> str:
+    """What the answer is to be, for these steps to lead to the next level; "" where nothing usual is.
+
+    A step is a share of what the network got and a share of its answer, which follow from what the answer made of it.
+    """
+    a, b, p, q = steps.now.T
+    both = np.stack([np.stack([a, p], 1), np.stack([b, q], 1)], 1)
+    solid = np.abs(np.linalg.det(both)) > LEAST
+    if solid.sum() < STEPS:
+        return ""
+    a, b, p, q = steps.now[solid].T
+    got, answer = np.linalg.solve(both[solid], steps.made[solid][..., None])[..., 0].T
+    usual = {"an image": (1, 0), "noise": (0, 1), "v": (-b, a), "a velocity": (-1, 1), "a score": (0, -1 / np.maximum(b, SAME))}
+    asked, then = np.abs(steps.then[solid, :2] - steps.now[solid, :2]).sum(), steps.then[solid]
+    least = np.where(steps.fresh[solid], 0.0, then[:, 1])  # of noise, the rest of which is fresh
+    best, closest = "", CLOSE
+    for sign, word in ((1, ""), (-1, " with the other sign")):
+        for name, (of_image, of_noise) in {**usual, "the answer": (p, q)}.items():
+            image, rest = got * a + sign * answer * of_image, got * b + sign * answer * of_noise
+            off = (np.abs(image - then[:, 0]) + np.abs(rest - np.clip(rest, least, then[:, 1]))).sum() / asked
+            best, closest = (name + word, off) if off < closest else (best, closest)
+    return best
 
 
 def trained_levels(seen: Seen) -> dict[str, np.ndarray]:

@@ -60,16 +60,16 @@ def told(seen: Seen) -> Iterator[Found]:
 
 
 def _follows(told: Tensor, ratios: Tensor, rounded: bool) -> bool:
-    """Whether the one is a strictly monotone function of the other; of numbers that are `rounded`, several may be the same."""
+    """Whether the one is a strictly monotone function of the other; of numbers that are `rounded`, several may be the same. Of
+    samples of one level, such as those beyond a clamp, nothing is known of their order."""
     order = torch.argsort(ratios)
     told, ratios = told[order], ratios[order]
     range_ = float(told.max() - told.min())
     if range_ <= 0 or not bool(torch.isfinite(told).all()):
         return False
-    steps, moved = told[1:] - told[:-1], ratios[1:] - ratios[:-1]
+    steps = told.diff()[ratios.diff() > MOVED * (1 + ratios[1:].abs())]
     up, down = bool((steps >= -SAME * range_).all()), bool((steps <= SAME * range_).all())
-    same = steps.abs() <= SAME * range_
-    return (up or down) and (rounded or not bool((same & (moved > MOVED * (1 + ratios[1:].abs()))).any()))
+    return (up or down) and (rounded or not bool((steps.abs() <= SAME * range_).any()))
 
 
 def counted(seen: Seen) -> Iterator[Found]:

@@ -160,7 +160,9 @@ def left_out(seen: Seen) -> Iterator[Found]:
 
 
 def summed(seen: Seen) -> Iterator[Found]:
-    """A sum over the batch grows with its size."""
+    """A sum over the batch grows with its size. A GradScaler's factor, which is taken off again, may be as large."""
+    if any(update.gradient.unscaled for update in seen.recorded(first=1)):
+        return
     for update, one in seen.mixed():
         if one.target is None or one.target.slope is None or one.target.kind != "squared" or one.mixture.size < 3:
             continue

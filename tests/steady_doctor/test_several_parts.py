@@ -163,6 +163,33 @@ def test_shares_that_numpy_computes(told, codes):
     assert found == codes and VP in said
 
 
+class WithMore(Network):
+    """Nothing depends on one of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Conv2d(16, 1, 1)
+
+    def forward(self, x, t):
+        hidden = torch.relu(self.first(x) + self.embedding(t))
+        self.more(hidden)
+        return self.last(hidden)
+
+
+def test_levels_that_plain_numbers_look_up():
+    """The sigma of each timestep, as scripts of diffusers find it: what the network is told led through Python's numbers."""
+    network, sigmas = WithMore(), torch.linspace(1, 1e-3, T)
+    timesteps = sigmas * T
+
+    def loss_of(x0):
+        t, noise = timesteps[(torch.rand(len(x0)) * T).long()], torch.randn_like(x0)
+        sigma = column(sigmas[[(timesteps == each).nonzero().item() for each in t]])
+        return mse_loss(network((1 - sigma) * x0 + sigma * noise, t), noise - x0)
+
+    found, said = train(network, loss_of)
+    assert "timestep-not-told" not in found and "straight path" in said
+
+
 class Averaged(nn.Module):
     """Its average is a part of it, and the optimizer has both."""
 

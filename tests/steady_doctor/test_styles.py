@@ -94,6 +94,70 @@ def to_a_trained_mean(network):
     return loss_of
 
 
+def of_clamped_levels(network):
+    """Pernias et al. 2023: the times at both ends have one level each."""
+
+    def loss_of(x0):
+        t, noise = torch.rand(len(x0)) * 1.2 - 0.1, torch.randn_like(x0)
+        bar = column(torch.cos(t * torch.pi / 2) ** 2).clamp(0.05, 0.95)
+        return mse_loss(network(bar.sqrt() * x0 + (1 - bar).sqrt() * noise, 1000 * t), noise)
+
+    return loss_of
+
+
+def over_its_spread(network):
+    """Chen 2023: the spread that a sample is divided by is kept from 0."""
+
+    def loss_of(x0):
+        (t, a, b), noise = level(len(x0)), torch.randn_like(x0)
+        noised = 0.5 * a * x0 + b * noise
+        return mse_loss(network(noised / noised.std((1, 2, 3), keepdim=True).clamp(min=1e-5), t), noise)
+
+    return loss_of
+
+
+def of_the_last_row(network):
+    """Noise and EDM's target of the last row alone (Reuss et al. 2023)."""
+
+    def loss_of(x0):
+        sigma, noise = column((torch.randn(len(x0)) - 1.2).exp()), torch.randn_like(x0)
+        noise[:, :, :-1] = 0
+        scale, noised = (sigma**2 + 0.25).sqrt(), x0 + sigma * noise
+        wanted = (x0 - 0.25 / scale**2 * noised) / (0.5 * sigma / scale)
+        return (network(noised / scale, sigma.log() / 4) - wanted)[:, :, -1].square().mean()
+
+    return loss_of
+
+
+class Adapted(Network):
+    """Most of it rests. Its trained layer began as a copy of one that rests, and stands in its place (Kumari et al. 2023)."""
+
+    def __init__(self):
+        super().__init__()
+        self.middle, self.more = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.requires_grad_(False)
+        self.trained = copy.deepcopy(self.middle).requires_grad_(True)
+
+    def forward(self, x, t):
+        return self.last(self.more(self.trained(torch.relu(self.first(x) + self.embedding(t)))))
+
+
+class OfTwo(Network):
+    """Images and words are two parts of one sequence; what its last layer makes of the words is cut off."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.ModuleList(nn.Conv2d(C, 16, 1) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Conv2d(16, 16, 1) for _ in range(12))
+        self.join = nn.Conv2d(16, 16, 1)
+
+    def forward(self, x, t):
+        hidden, cut = self.first(x) + self.words[0](x) + self.embedding(t), self.words[1](x)
+        for layer in self.layers:
+            hidden = torch.relu(layer(hidden))
+        return self.last(self.join(torch.cat([hidden, cut], 2))[:, :, : x.shape[2]])
+
+
 @pytest.mark.parametrize(
     ("loss", "network", "words"),
     [
@@ -102,6 +166,10 @@ def to_a_trained_mean(network):
         (preferred, Network, "variance-preserving path"),
         (perturbed, Network, "variance-preserving path, epsilon, errors weighed equally"),
         (to_a_trained_mean, OfMeans, "no mixture of image and noise was identified"),
+        (of_clamped_levels, Network, "variance-preserving path, epsilon"),
+        (over_its_spread, Network, "epsilon"),
+        (of_the_last_row, Network, "scaled for sigma_data 0.5, EDM's target"),
+        (vp, OfTwo, "variance-preserving path, epsilon"),
     ],
 )
 def test_nothing_is_found(loss, network, words):
@@ -299,3 +367,30 @@ def test_noise_beside_a_larger_draw_of_a_code(points, codes):
 
     clouds = torch.randn(64, 16, 3, generator=torch.Generator().manual_seed(1))
     assert codes == [code for code in train(network, loss_of, data=clouds)[0] if code.startswith("noise")]
+
+
+@pytest.mark.parametrize(("scale", "codes"), [(B * C * 8 * 8, []), (None, ["weight-summed"])])
+def test_a_loss_scale_that_is_as_large_as_a_sum(scale, codes):
+    """A GradScaler takes it off again."""
+    network, doctor = Network(), Doctor()
+    loss_of, optimizer = vp(network), torch.optim.Adam(network.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    with doctor.install():
+        for _ in range(14):
+            optimizer.zero_grad()
+            loss = loss_of(pictures(B))
+            scaler.scale(loss if scale else loss * B * C * 8 * 8).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [one.code for one in doctor.findings()] == codes
+
+
+def test_what_the_layers_of_an_adapter_were_copied_from():
+    network, doctor = Adapted(), Doctor()
+    loss_of, optimizer = vp(network), torch.optim.Adam(network.trained.parameters(), 1e-3)
+    with doctor.install():
+        for _ in range(24):
+            optimizer.zero_grad()
+            loss_of(pictures(B)).backward()
+            optimizer.step()
+    assert [one.code for one in doctor.findings(ended=True)] == []

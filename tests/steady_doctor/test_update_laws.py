@@ -298,6 +298,9 @@ RIGHT = {
     },
     "a rate that falls as one over the updates": {"begin": rates(lambda step, rate: 1e-3 / (step + 1)), "end": mix},
     "a rate that falls by the same factor": {"begin": rates(lambda step, rate: 0.8 * rate), "end": mix},
+    "two parts of a training, each with an optimizer of its own": {
+        "end": lambda now: (every(12, lambda now: setattr(now, "optimizer", AdamW(now.model.parameters())))(now), mix(now)),
+    },
     "restarts": {"schedule": lambda o: CosineAnnealingWarmRestarts(o, 5), "end": mix},
     "a schedule of a longer run that was cut": {"schedule": lambda o: CosineAnnealingLR(o, 500), "end": mix, "ended": False},
     "previews": {"end": lambda now: (mix(now), every(5, preview)(now))},
