@@ -58,8 +58,10 @@ def sub_vp(seen: Seen) -> Iterator[Found]:
 
 
 def nothing(seen: Seen) -> Iterator[Found]:
+    """Noise alone, but for a generator, of which another network judges what it makes."""
     for update, one in seen.mixed():
-        if one.mixture.clean is None and float(one.mixture.input.std) > 0 and one.mixture.only_noise:
+        is_compared = one.target is not None and one.target.kind != "none" and not one.target.by_network
+        if one.mixture.clean is None and float(one.mixture.input.std) > 0 and one.mixture.only_noise and is_compared:
             yield Found("input-no-image", update)
 
 

@@ -95,8 +95,6 @@ def nothing(seen: Seen) -> Iterator[Found]:
     gone = [max(values) <= NOTHING * highest for values in last]
     if all(gone):
         yield Found("rate-zero", seen.updates, {"rate": last[0][-1], "highest": highest})
-    elif any(gone):
-        yield Found("rate-zero-group", seen.updates, {"group": gone.index(True), "groups": len(gone)})
 
 
 def factor(seen: Seen) -> Iterator[Found]:
@@ -143,8 +141,9 @@ def warm_up(seen: Seen) -> Iterator[Found]:
 
 
 def alone(seen: Seen) -> Iterator[Found]:
-    """Groups move together."""
-    groups = _groups(seen)
+    """Groups that the script itself moves move together, but for those that it freezes; a schedule of torch's knows all."""
+    groups = [] if any(schedule.steps for schedule in seen.history.schedules) else _groups(seen)
+    groups = [rates for rates in groups if min(rates.values) > 0]
     moving = [rates.moves for rates in groups]
     if seen.updates >= ENOUGH and any(moving) and not all(moving):
         yield Found("rate-one-group", seen.updates, {"moving": sum(moving), "groups": len(moving)})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_loops import ALPHA_BAR, B, C, Network, T, column, is_healthy, pictures, train, vp
 from torch import nn
-from torch.nn.functional import logsigmoid, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, mse_loss, softplus
 
 from steady_doctor.doctor import Doctor
 
@@ -394,3 +394,20 @@ def test_what_the_layers_of_an_adapter_were_copied_from():
             loss_of(pictures(B)).backward()
             optimizer.step()
     assert [one.code for one in doctor.findings(ended=True)] == []
+
+
+def test_a_generator_gets_noise_alone():
+    """Goodfellow et al. 2014: what it makes is judged by another network."""
+    maker, judge = (nn.Sequential(nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, out)) for out in (192, 1))
+    doctor, ones = Doctor(), torch.ones(B, 1)
+    with doctor.install():
+        of_maker, of_judge = (torch.optim.Adam(one.parameters(), 2e-4) for one in (maker, judge))
+        for _ in range(24):
+            made = maker(torch.randn(B, 192))
+            of_judge.zero_grad()
+            (softplus(-judge(pictures(B).flatten(1))) + softplus(judge(made.detach()))).mean().backward()
+            of_judge.step()
+            of_maker.zero_grad()
+            binary_cross_entropy_with_logits(judge(made), ones).backward()
+            of_maker.step()
+    assert [one.code for one in doctor.findings()] == []

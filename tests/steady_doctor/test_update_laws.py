@@ -163,7 +163,6 @@ FOUND = {  # within 5 updates
 LATER = {  # within 22
     "rate-compounds": {"begin": rates(lambda step, rate: rate * min((step + 1) / 8, 1))},
     "rate-zero": {"begin": rates(lambda step, rate: rate * min((step + 1) / 20, 1))},
-    "rate-zero-group": {"optimizer": two_groups, "begin": lambda now: now.optimizer.param_groups[0].update(lr=0.0)},
     "rate-factor": {"schedule": lambda o: LambdaLR(o, lambda step: 1e-3 * min(1, (step + 1) / 4))},
     "rate-not-stepped": {"schedule": lambda o: SimpleNamespace(made=CosineAnnealingLR(o, 22), step=lambda: None)},
     "rate-schedule-short": {"schedule": lambda o: CosineAnnealingLR(o, 8)},
@@ -300,6 +299,16 @@ RIGHT = {
     "a rate that falls by the same factor": {"begin": rates(lambda step, rate: 0.8 * rate), "end": mix},
     "two parts of a training, each with an optimizer of its own": {
         "end": lambda now: (every(12, lambda now: setattr(now, "optimizer", AdamW(now.model.parameters())))(now), mix(now)),
+    },
+    "a group that is frozen by hand": {
+        "optimizer": two_groups,
+        "begin": lambda now: now.optimizer.param_groups[1].update(lr=1e-3 if now.step < 9 else 0.0),
+        "end": mix,
+    },
+    "a schedule of each group": {
+        "optimizer": two_groups,
+        "schedule": lambda o: LambdaLR(o, [lambda step: 1.0, lambda step: 0.99**step]),
+        "end": mix,
     },
     "restarts": {"schedule": lambda o: CosineAnnealingWarmRestarts(o, 5), "end": mix},
     "a schedule of a longer run that was cut": {"schedule": lambda o: CosineAnnealingLR(o, 500), "end": mix, "ended": False},
