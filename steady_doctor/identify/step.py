@@ -54,9 +54,7 @@ class Mixed:
     growth: Tensor | None = None  # of the logarithm of (a / b)^2 with the level that is drawn
     told_otherwise: bool = False  # a layer gets rows made of nothing, or of a draw that decides nothing of the mixture
     behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
-    noised: float = 0.0  # the share of the clean image that is a draw of its own
     changed_by: tuple[str, ...] = ()  # operations other than a change of shape or scale, between the mixture and the network
-    is_difference: bool = False  # the clean image is made of several of its size, so that its own strength is not known
 
 
 @dataclass
@@ -196,37 +194,8 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
         _on_host(mixture.growth),
         mixture.told_otherwise,
         mixture.behind_frozen,
-        _noised(tape, mixture),
         _changed_by(tape, mixture),
-        sum(one.kind != "drawn" and numel(one) >= mixture.value.numel() for one in tape.sources(mixture.image)) > 1,
     )
-
-
-def _noised(tape: Tape, mixture: Mixture) -> float:
-    """How much of the clean image goes with normal draws of its size: a second noise, or the spread of an encoder's latents."""
-    if mixture.clean is None or mixture.clean_value is None:
-        return 0.0
-    sources = list(tape.sources(mixture.clean.content))
-    of_size = [source for source in sources if source.name in NORMAL and numel(source) == mixture.clean_value.numel()]
-    if not of_size or all(source.kind == "drawn" for source in sources):  # images that are made of draws alone
-        return 0.0
-    of_encoder = _of_encoder(tape, mixture.clean)
-    without = tape.value(
-        mixture.clean, {source: torch.zeros_like(tape.value(source)) for source in of_size if source not in of_encoder}
-    )
-    change = (mixture.clean_value.reshape(without.shape) - without).double()
-    return float(change.norm() / mixture.clean_value.double().norm().clamp(min=1e-30))
-
-
-def _of_encoder(tape: Tape, clean: Op) -> set[Op]:
-    """Draws whose spread another network gives: it is that of its latents."""
-    found: set[Op] = set()
-    for op in tape.upstream(clean):
-        sides = [last for _, last in op.reads]
-        drawn = [last for last in sides if last.kind == "drawn"]
-        if drawn and any(one.kind in ("frozen", "unowned") for last in sides for one in tape.upstream(last)):
-            found.update(drawn)
-    return found
 
 
 def _changed_by(tape: Tape, mixture: Mixture) -> tuple[str, ...]:

@@ -73,13 +73,6 @@ def copies(seen: Seen) -> Iterator[Found]:
         yield Found("ema-copies", keeps[0][0])
 
 
-def still(seen: Seen) -> Iterator[Found]:
-    """An average that is written in each update and never moves."""
-    known = [update for update in seen.recorded() if update.averages][-LEAST:]
-    if len(known) > 1 and all(average.still for update in known for average in update.averages):
-        yield Found("ema-still", known[0].number)
-
-
 def of_others(seen: Seen) -> Iterator[Found]:
     """An average begins as the network, or as nothing, and not as weights that have nothing to do with these."""
     first = next((update for update in seen.recorded() if update.averages), None)
@@ -140,4 +133,4 @@ def statistics(seen: Seen) -> Iterator[Found]:
         yield Found("ema-statistics", seen.updates)
 
 
-LAWS = (empty, of_others, itself, shares, exchanged, late, copies, still, part, never, statistics)
+LAWS = (empty, of_others, itself, shares, exchanged, late, copies, part, never, statistics)

@@ -12,7 +12,6 @@ from steady_doctor.seen import Seen
 
 MOST_SIGNAL = 0.85  # the image's share at the last row of a table; published schedules of 50 steps leave up to 0.78
 NO_SIGNAL = 0.01  # the share below which nothing of the image is left
-TOO_MANY = 0.4  # of a table's rows without any image
 FAR = 1.0  # of -log of the shares, at the last row: the beginning of a straight path is a polynomial, too
 LEFT_OF_ONE = 0.5  # of the image, where the variances of the noise are betas that were not multiplied up
 FEWEST_ROWS, OF_BETAS = 12, 1e-4  # usual betas leave 4e-5 at most, and straight paths 1e-3 at least
@@ -121,23 +120,11 @@ def no_noise(seen: Seen) -> Iterator[Found]:
                 yield Found("input-no-noise", update, {"row": int(row)})
 
 
-def signs(seen: Seen) -> Iterator[Found]:
-    found = levels(seen)
-    if found is not None and (float(found.a.min()) < -1e-4 or float(found.b.min()) < -1e-4):
-        yield Found("input-negative", seen.mixed()[0][0], {"a": float(found.a.min()), "b": float(found.b.min())})
-
-
 def changed(seen: Seen) -> Iterator[Found]:
     """The mixture is clamped, or rounded, on its way to the network."""
     for update, one in seen.mixed():
         if set(one.mixture.changed_by) & {"clamp", "clamp_", "clamp_min", "clamp_max", "round", "tanh", "hardtanh", "clip"}:
             yield Found("input-clamped", update, {"by": one.mixture.changed_by})
-
-
-def twice(seen: Seen) -> Iterator[Found]:
-    for update, one in seen.mixed():
-        if one.mixture.noised > SECOND_NOISE:
-            yield Found("input-noised-twice", update, {"share": one.mixture.noised})
 
 
 def schedule(seen: Seen) -> Iterator[Found]:
@@ -157,8 +144,6 @@ def schedule(seen: Seen) -> Iterator[Found]:
         most = LEFT_OF_ONE if _are_betas(table[0], b * b) else MOST_SIGNAL
         if float(a[last]) > most and not is_exploding:
             yield Found("input-signal-left", update, {"share": float(a[last])})
-        if float((a.abs() < NO_SIGNAL).double().mean()) > TOO_MANY:
-            yield Found("input-all-noise", update, {"share": float((a.abs() < NO_SIGNAL).double().mean())})
 
 
 def square_roots(seen: Seen) -> Iterator[Found]:
@@ -212,4 +197,4 @@ def spread(seen: Seen) -> Iterator[Found]:
             yield Found("input-spread", update)
 
 
-LAWS = (spread, clean, of_scheduler, path, sub_vp, unscaled, no_noise, nothing, signs, changed, twice, schedule, square_roots)
+LAWS = (spread, clean, of_scheduler, path, sub_vp, unscaled, no_noise, nothing, changed, schedule, square_roots)

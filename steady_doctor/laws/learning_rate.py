@@ -56,12 +56,10 @@ def size(seen: Seen) -> Iterator[Found]:
     if not groups or not steps:
         return
     (first, optimized), highest = steps[0], max(rates.highest for rates in groups)
-    kind, lowest = optimized.kind, min(min(rates.values) for rates in groups)
+    kind = optimized.kind
     is_normalized = any(update.normalized for update, _ in known)
     rates_then = [max((group["lr"] for group in one.settings if "lr" in group), default=0.0) for _, one in steps]
     moves = max((one.size * highest / rate for rate, (_, one) in zip(rates_then, steps) if rate > 0), default=0.0)
-    if lowest < 0:
-        yield Found("rate-negative", first, {"rate": lowest})
     if kind in ADAMS and highest >= HIGH and not is_normalized and moves > NO_STEP:
         yield Found("rate-high", first, {"rate": highest, "optimizer": kind})
     number, largest = max(steps, key=lambda step: step[1].size)

@@ -393,19 +393,6 @@ def test_sparse_gradients_end_nothing():
     assert watched(loop)[0] == []
 
 
-@pytest.mark.parametrize("is_frozen", [True, False])
-def test_latents_of_a_wide_posterior_are_not_noised_twice(is_frozen):
-    network, encoder = Network(), nn.Conv2d(C, 2 * C, 1).requires_grad_(not is_frozen)
-
-    def loss_of(x0):
-        with torch.no_grad():
-            mean, spread = encoder(x0).chunk(2, dim=1)
-            latents = mean + torch.randn_like(mean) * (0.5 * spread).exp()
-        return vp(network)(latents)
-
-    assert "input-noised-twice" not in train(network, loss_of)[0]
-
-
 @pytest.mark.parametrize("first", [6, 7])
 @pytest.mark.parametrize(("told", "codes"), [(lambda t: t, []), (torch.flipud, ["timestep-other"])])
 def test_what_is_trained_after_an_autoencoder_is_watched(told, codes, first):

@@ -115,7 +115,6 @@ FOUND = {  # within 5 updates
     "gradient-left-over": {"optimizer": lambda m: Deaf(m.parameters(), 1e-3)},
     "gradient-cleared-before-step": {"before_step": lambda now: now.optimizer.zero_grad()},
     "gradient-cleared-between": {"begin": lambda now: now.optimizer.zero_grad(), "passes": 2},
-    "gradient-partly-cleared": {"before_step": lambda now: now.model.last.weight.grad.zero_()},
     "gradient-clipped-early": {"backward": clip, "passes": 2},
     "gradient-clipped-late": {"stepped": clip},
     "gradient-clipped-others": {"before_step": lambda now: clip(now, model=now.ema)},
@@ -178,10 +177,6 @@ LATER = {  # within 22
     "ema-exchanged": {"end": lambda now: mix(now, 0.01)},
     "ema-falling": {"end": lambda now: mix(now, 0.9 ** (1 + now.step))},
     "ema-copies": {"end": lambda now: mix(now, 0.0), "updates": 2001},
-    "ema-still": {
-        "averaged": lambda m: AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(1.0)),
-        "end": lambda now: now.ema.update_parameters(now.model),
-    },
     "ema-never-updated": {},
     "ema-statistics": {"network": lambda: Network(norm=True), "end": mix, "averaged": beside_another},
     "state-generator": {"end": every(4, lambda now: torch.manual_seed(7))},
