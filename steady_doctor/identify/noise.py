@@ -19,7 +19,7 @@ def noise_sources(tape: Tape, given: list[Given], part: float = PART) -> int:
     size = max((each.value.shape[0] for each in given if each.value.floating and each.value.shape), default=1)
     most = max(map(numel, may_be), default=0)
     may_be = {source for source in may_be if numel(source) != size or most == size}  # else it is a level
-    each_has = {source: numel(source) // (source.shape[0] if len(source.shape) > 1 else 1) for source in may_be}
+    each_has = {source: numel(source) // max(1, source.shape[0] if len(source.shape) > 1 else 1) for source in may_be}
     least = max(each_has.values(), default=0) / part
     of_samples = {source for source in may_be if each_has[source] >= least and numel(source) > LEAST}
     drawn = {source for source in of_samples if source.kind == "drawn"}  # normal numbers beside it are data

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from steady_doctor.found import Found
-from steady_doctor.identify.step import Mixed
+from steady_doctor.identify.step import Mixed, Pass
 from steady_doctor.laws.paths import LEAST, Levels, is_slip, levels
 from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
@@ -19,6 +19,7 @@ WIDE = 0.1  # of the shares: in a smaller range each path looks like another one
 EVEN, EXACT = 0.02, 2e-6  # of a beta, and of a share that rounding leaves
 EXACT_RATIO, FIRST_BETA = 1e-3, 1e-3  # of a ratio; the largest one
 SECOND_NOISE = 0.3  # of the clean image: an encoder's latents have some hundredths
+CLAMPS = {"clamp", "clamp_", "clamp_min", "clamp_max", "round", "tanh", "hardtanh", "clip"}
 
 
 def path(seen: Seen) -> Iterator[Found]:
@@ -59,9 +60,14 @@ def sub_vp(seen: Seen) -> Iterator[Found]:
 def nothing(seen: Seen) -> Iterator[Found]:
     """Noise alone, but for a generator, of which another network judges what it makes."""
     for update, one in seen.mixed():
-        is_compared = one.target is not None and one.target.kind != "none" and not one.target.by_network
-        if one.mixture.clean is None and float(one.mixture.input.std) > 0 and one.mixture.only_noise and is_compared:
+        is_alone = one.mixture.clean is None and float(one.mixture.input.std) > 0 and one.mixture.only_noise
+        if is_alone and _is_compared(one):
             yield Found("input-no-image", update)
+
+
+def _is_compared(one: Pass) -> bool:
+    """Whether a value is asked of the network, number by number."""
+    return one.target is not None and one.target.kind != "none" and not one.target.by_network
 
 
 def clean(seen: Seen) -> Iterator[Found]:
@@ -123,7 +129,7 @@ def no_noise(seen: Seen) -> Iterator[Found]:
 def changed(seen: Seen) -> Iterator[Found]:
     """The mixture is clamped, or rounded, on its way to the network."""
     for update, one in seen.mixed():
-        if set(one.mixture.changed_by) & {"clamp", "clamp_", "clamp_min", "clamp_max", "round", "tanh", "hardtanh", "clip"}:
+        if _is_compared(one) and set(one.mixture.changed_by) & CLAMPS:
             yield Found("input-clamped", update, {"by": one.mixture.changed_by})
 
 

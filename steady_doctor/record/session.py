@@ -162,6 +162,9 @@ class Session:
     def _backward(self, original: Callable, tensors: Any, *arguments: Any, **options: Any) -> Any:
         if self._inside:  # a checkpoint's, within the script's
             return original(tensors, *arguments, **options)
+        if self._all_rest():  # as while samples are drawn along the slope of an energy
+            with self._pause():
+                return original(tensors, *arguments, **options)
         tensors = roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._safely(self._before_backward, roots)
         self._inside += 1
@@ -195,6 +198,12 @@ class Session:
             return True
         given, own = {id(weight) for weight in weights}, self._computing or parameters_of(self.trainings.main)
         return 2 * sum(id(one) in given for one in own) > len(own)
+
+    def _all_rest(self) -> bool:
+        """Whether no weight that is watched asks for a gradient now."""
+        if not isinstance(self.trainings.main, Optimizer):
+            return False
+        return not any(one.requires_grad for one in self._computing or parameters_of(self.trainings.main))
 
     def _before_backward(self, roots: list[Tensor], weights: list[Tensor] | None = None) -> None:
         if self.trainings.before_backward(roots, weights):

@@ -411,3 +411,26 @@ def test_a_generator_gets_noise_alone():
             binary_cross_entropy_with_logits(judge(made), ones).backward()
             of_maker.step()
     assert [one.code for one in doctor.findings()] == []
+
+
+@pytest.mark.parametrize("new", [0, 1])
+def test_samples_of_an_energy_are_no_passes(new):
+    """Du & Mordatch 2019: negative samples, `new` ones and some of a buffer, follow the slope of the energy, with noise."""
+    network, doctor = nn.Sequential(nn.Linear(192, 32), nn.SiLU(), nn.Linear(32, 1)), Doctor()
+    optimizer, buffer = torch.optim.Adam(network.parameters(), 1e-4), torch.rand(64, 192) * 2 - 1
+    noise, images = torch.empty(B, 192), pictures().flatten(1)
+    with doctor.install():
+        for _ in range(16):
+            x = torch.cat([torch.rand(new, 192) * 2 - 1, buffer[torch.randint(0, 64, (B - new,))]]).requires_grad_()
+            network.requires_grad_(False)
+            for _ in range(4):
+                noise.normal_(0, 0.01)
+                x.data.add_(noise).clamp_(-1, 1)
+                (slope,) = torch.autograd.grad(network(x).sum(), x) if new else (network(x).sum().backward(), x.grad)[1:]
+                x.data.add_(slope.clamp(-0.03, 0.03), alpha=10)
+                x.grad = None
+            network.requires_grad_(True)
+            optimizer.zero_grad()
+            (network(x.detach()).mean() - network(images[torch.randint(0, 64, (B,))]).mean()).backward()
+            optimizer.step()
+    assert doctor.session.failure is None and [one.code for one in doctor.findings()] == []
