@@ -13,6 +13,7 @@ from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixed import Mixture, Nothing, given_to_network, numel
 from steady_doctor.identify.mixture import find_mixture
 from steady_doctor.identify.network import Network, identify_network
+from steady_doctor.identify.noise import NORMAL
 from steady_doctor.identify.rows import FORMS
 from steady_doctor.identify.target import COMPARES, Target, beyond, find_target
 from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, products_of, told_mixture
@@ -26,7 +27,6 @@ from steady_doctor.record.tape import Tape
 SHAPES = FORMS | {"t", "detach", "expand", "slice", "select", "split", "cat", "stack", "unbind", "copy_"}
 SHAPES |= {"contiguous", "lift_fresh"}
 EVEN = 0.5  # the smallest slope within a sample over its largest, below which something else than the level counts
-NORMAL = {"randn", "randn_like", "normal", "normal_", "normal_functional"}
 ELEMENTWISE = {"mul", "div", "add", "sub", "rsub", "mul_", "div_"}
 LINEAR = {"mul", "div", "add", "sub", "rsub", "neg", "mul_", "div_", "add_", "sub_", "index", "constant_pad_nd"}
 

@@ -46,7 +46,10 @@ def by_others(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
         return None if slopes is None or len(slopes) != mixture.size else slopes.flatten(1).amax(1)
 
     plain = weights({})
-    if plain is None or float(plain.max()) <= float(plain.min()) * (1 + SAME_WEIGHT):
+    if plain is None or not bool(plain.any()):
+        return False
+    there = plain[plain > 0]  # a mask may leave nothing of a sample
+    if float(there.max()) <= float(there.min()) * (1 + SAME_WEIGHT):
         return False
     own = [source for source in mixture.levels if source.shape[:1] == (mixture.size,)]
     told = mixture.input.made_of | target.output.made_of  # a second level that the network is told may count, too

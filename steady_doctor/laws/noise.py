@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 
 from steady_doctor.found import Found
-from steady_doctor.identify.step import NORMAL, Mixed
+from steady_doctor.identify.noise import NORMAL
+from steady_doctor.identify.step import Mixed
 from steady_doctor.laws.paths import levels
 from steady_doctor.seen import Seen
 

@@ -129,6 +129,28 @@ def of_the_last_row(network):
     return loss_of
 
 
+def of_steps_that_are_filled(network):
+    """Theis et al. 2016: even draws fill the steps between the whole numbers of images. The noise is drawn before them."""
+
+    def loss_of(x0):
+        noise, (t, a, b) = torch.randn_like(x0), level(len(x0))
+        filled = (((x0 + 1) * 3.5).round() + torch.rand_like(x0)) / 4 - 1
+        return mse_loss(network(a * filled + b * noise, t), noise)
+
+    return loss_of
+
+
+def of_some_numbers(network):
+    """Errors of a part of each sample, and of some sample nothing."""
+
+    def loss_of(x0):
+        (t, a, b), noise = level(len(x0)), torch.randn_like(x0)
+        there = (torch.rand(x0.shape) < column(torch.rand(len(x0)))) & (column(torch.arange(len(x0))) > 0)
+        return ((network(a * x0 + b * noise, t) - noise).square() * there).sum() / there.sum()
+
+    return loss_of
+
+
 class Adapted(Network):
     """Most of it rests. Its trained layer began as a copy of one that rests, and stands in its place (Kumari et al. 2023)."""
 
@@ -169,6 +191,8 @@ class OfTwo(Network):
         (of_clamped_levels, Network, "variance-preserving path, epsilon"),
         (over_its_spread, Network, "epsilon"),
         (of_the_last_row, Network, "scaled for sigma_data 0.5, EDM's target"),
+        (of_steps_that_are_filled, Network, "variance-preserving path, epsilon"),
+        (of_some_numbers, Network, "variance-preserving path, epsilon"),
         (vp, OfTwo, "variance-preserving path, epsilon"),
     ],
 )
