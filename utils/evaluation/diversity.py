@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from utils.core.randomness import derive_seed
-from utils.diagnostics.rules.samples import SIGNIFICANCE, is_gap
+from utils.diagnostics.rules.samples import SIGNIFICANCE
 
 _BLOCK_BYTES = 256 * 2**20  # of a block of distances
 
@@ -190,7 +190,6 @@ def different_bins(counts: torch.Tensor, others: torch.Tensor, significance: flo
 _AROUND = 20  # nearest images that make the surroundings of one
 _NEARLY_NONE = 0.2  # of them
 _PERMUTATIONS, _DEVIATIONS = 32, 4
-_GAPS = (0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3)
 
 
 @dataclass(frozen=True)
@@ -213,62 +212,30 @@ def empty_regions(generated: torch.Tensor, real: torch.Tensor, seed: int) -> tup
         raise ValueError(f"sets of one size are compared, got {len(generated)} and {len(real)} rows")
     pool = torch.cat([real, generated])
     _, around = _nearest_others(_centered(pool, pool.mean(0, dtype=torch.float64)), _AROUND)
-    used = torch.ones_like(around, dtype=torch.bool)
     is_generated = torch.arange(len(around), device=around.device) >= len(real)
     return tuple(  # type: ignore[return-value]
-        EmptyRegions(_lonely_share(around, used, others, ~others), *_by_chance(around, used, others, ~others, seed))
+        EmptyRegions(_lonely_share(around, others), *_by_chance(around, others, seed))
         for others in (is_generated, ~is_generated)
     )
 
 
-def smallest_visible_gap(others: torch.Tensor, real: torch.Tensor, seed: int) -> float | None:
-    """Returns the smallest share of the data whose absence `empty_regions` sees: tried with two sets of real images [N, D].
-
-    Of `others` those nearest to one of 10 images are taken out, and the share is seen where 9 of 10 such gaps are found.
-    None where not even a gap of 30 % is.
-    """
-    count, pool = len(real), torch.cat([real, others])
-    center = pool.mean(0, dtype=torch.float64)
-    most = min(3 * _AROUND, len(pool) - 1)  # enough of them stay when those of a gap are out
-    _, around = _nearest_others(_centered(pool, center), most)
-    chosen = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(seed, "gaps") % 2**63))[:10]
-    by_distance = _distances(_centered(others[chosen.to(others.device)], center), _centered(others, center)).argsort(1)
-    is_real = torch.arange(len(pool), device=pool.device) < count
-    for share in _GAPS:
-        found, chance = 0, None
-        for gap in by_distance[:, : round(share * count)]:
-            kept = torch.ones_like(is_real)
-            kept[count + gap] = False
-            used = kept[around]
-            used &= used.cumsum(1) <= _AROUND
-            chance = chance or _by_chance(around, used, kept & ~is_real, is_real, seed)
-            found += is_gap(_lonely_share(around, used, kept & ~is_real, is_real), *chance)
-        if found >= 0.9 * len(chosen):
-            return share
-    return None
+def _lonely_share(around: torch.Tensor, others: torch.Tensor) -> float:
+    """Share of the rows that are not `others` (bool [N]) around which (indices [N, k]) nearly none are."""
+    lonely = others[around].sum(1) <= _NEARLY_NONE * around.shape[1]
+    return lonely[~others].double().mean().item()
 
 
-def _lonely_share(around: torch.Tensor, used: torch.Tensor, others: torch.Tensor, own: torch.Tensor) -> float:
-    """Share of the rows `own` (bool [N]) of whose surroundings (indices [N, k], where `used`) nearly none are of `others`."""
-    lonely = (others[around] & used).sum(1) <= _NEARLY_NONE * used.sum(1)
-    return lonely[own].double().mean().item()
-
-
-def _by_chance(
-    around: torch.Tensor, used: torch.Tensor, others: torch.Tensor, own: torch.Tensor, seed: int
-) -> tuple[float, float]:
+def _by_chance(around: torch.Tensor, others: torch.Tensor, seed: int) -> tuple[float, float]:
     """(mean, limit) of `_lonely_share` where nothing but chance says which rows are of which set."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "permutations") % 2**63)
-    members = (others | own).nonzero().squeeze(1)
     found = []
     for _ in range(_PERMUTATIONS):
-        mixed, mixed_own = torch.zeros_like(others), torch.zeros_like(own)
-        order = members[torch.randperm(len(members), generator=generator).to(members.device)]
+        mixed = torch.zeros_like(others)
+        order = torch.randperm(len(others), generator=generator).to(others.device)
         mixed[order[: int(others.sum())]] = True
-        mixed_own[order[int(others.sum()) :]] = True
-        found.append(_lonely_share(around, used, mixed, mixed_own))
+        found.append(_lonely_share(around, mixed))
     shares = torch.tensor(found, dtype=torch.float64)
     mean = shares.mean().item()
     # Where a set is small the few permutations may say less than counting does.
-    deviation = max(shares.std().item(), (mean / int(own.sum())) ** 0.5)
+    deviation = max(shares.std().item(), (mean / int((~others).sum())) ** 0.5)
     return mean, mean + _DEVIATIONS * deviation

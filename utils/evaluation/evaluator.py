@@ -24,7 +24,7 @@ from utils.diffusion.sampling import SamplePlan, sample, to_uint8
 from utils.evaluation.extractors import INCEPTION_SHA256, Classifier, Extractor
 from utils.evaluation.feature_sets import FeatureSet, extract
 from utils.evaluation.memorization import Originals, kept_for_memorization, memorization
-from utils.evaluation.quality import DISTANCES, MIN_IMAGES, MIN_REGION_IMAGES, class_figures, compare, real_floor
+from utils.evaluation.quality import DISTANCES, MIN_IMAGES, class_figures, compare, real_floor
 
 FID_IMAGES = 50_000  # with fewer of them the number is part of the name
 NEAR_FLOOR = 5  # what benchmarks/quality/extractor_validation.py asks of a corruption that can be relied on to be seen
@@ -171,21 +171,13 @@ class Evaluation:
             )
         if self.judge is None:
             found.append(
-                "without labels, a missing part of the data is found by the features of its images alone: "
-                + _visible(self.floor(count)["regions"])
+                "without labels, a missing part is found by the features of its images alone: a small one may not be seen"
             )
         elif self.judge.classifier.accuracy < 0.9:
             found.append(
                 f"the classifier is right about {self.judge.classifier.accuracy:.0%} of held-out images: class shares are rough"
             )
         return found
-
-
-def _visible(regions: dict | None) -> str:
-    if regions is None:
-        return f"fewer than {MIN_REGION_IMAGES} images show none"
-    share = f"{regions['visible']:.0%} of the data" if regions["visible"] else "some 30 % of the data"
-    return f"with these images, a part that looks alike and is smaller than {share} is not seen"
 
 
 def refuse_too_few(samples: int, references: int, name: str = "") -> None:

@@ -15,7 +15,6 @@ from utils.evaluation.diversity import (
     mean_pairwise_distance,
     nearest_mode,
     neighborhoods,
-    smallest_visible_gap,
     variance_ratio,
     vendi_score,
 )
@@ -23,7 +22,7 @@ from utils.evaluation.feature_sets import SAMPLE_ROWS, FeatureSet
 
 NEIGHBORS = 5  # of precision, recall, density and coverage
 IMAGES_PER_MODE, MAX_MODES = 40, 100  # Richardson & Weiss use 100 bins; fewer where a bin would hold too few to be judged
-MIN_REGION_IMAGES, REGION_ROWS, VISIBLE_ROWS = 100, 5_000, 2_000
+MIN_REGION_IMAGES, REGION_ROWS = 100, 5_000
 DISTANCES = {"fd": "fid", "kd": "kid"}  # figures in an extractor's own units -> what papers call them with Inception's weights
 MIN_IMAGES = 10  # below that no figure means anything
 _MIN_SPREAD = 0.1  # of the median spread
@@ -125,21 +124,13 @@ def real_floor(real: FeatureSet, count: int, *, standardized: bool, seed: int, d
     """`compare` of real images with other real ones: what each figure is where nothing is wrong.
 
     The kept rows are split at random: `count` of them, at most half, stand for the generated images. With fewer images than the
-    generated set has, the distances are larger than its own floor would be, never smaller. `regions` has `visible` as well:
-    see `smallest_visible_gap`.
+    generated set has, the distances are larger than its own floor would be, never smaller.
     """
     rows = _shuffled(real.rows, seed + 1)
     first = min(count, len(rows) // 2)
-    floor = compare(
+    return compare(
         FeatureSet.of(rows[:first]), FeatureSet.of(rows[first:]), standardized=standardized, seed=seed, device=device
     )
-    if floor["regions"] is not None:
-        rows = rows[: 2 * min(first, VISIBLE_ROWS)].to(device)
-        if standardized:
-            rows = standardize(rows, real.moments)
-        others, same = rows.chunk(2)
-        floor["regions"]["visible"] = smallest_visible_gap(others, same, seed)
-    return floor
 
 
 def _shuffled(rows: torch.Tensor, seed: int) -> torch.Tensor:

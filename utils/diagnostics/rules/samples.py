@@ -160,7 +160,7 @@ def _missing(figures: dict, step: int | None) -> Iterator[Finding]:
             return
 
 
-def is_gap(share: float, by_chance: float, limit: float) -> bool:
+def _is_gap(share: float, by_chance: float, limit: float) -> bool:
     """Whether so many images have nearly none of the other set around them that a part of the data is missing there."""
     return share > limit and share - by_chance > _LEAST_GAP
 
@@ -172,10 +172,10 @@ def _regions(figures: dict, step: int | None) -> Iterator[Finding]:
         return
     missing, crowded = regions["missing"], regions["crowded"]
     # Where one part is far too frequent, all others are too rare, and the other way round: the larger is the cause.
-    if crowded["share"] > missing["share"] and is_gap(**crowded):
+    if crowded["share"] > missing["share"] and _is_gap(**crowded):
         what = f"{crowded['share']:.0%} of the samples have nearly no real image among those around them"
         yield Finding("mode-dominates", "warning", f"{what} ({crowded['by_chance']:.1%} by chance)", step)
-    elif is_gap(**missing):
+    elif _is_gap(**missing):
         what = f"{missing['share']:.0%} of the real images have nearly no sample among those around them"
         severity = "critical" if missing["share"] > 0.3 else "warning"
         yield Finding("modes-missing", severity, f"{what} ({missing['by_chance']:.1%} by chance)", step)
