@@ -187,7 +187,7 @@ def main(options: DDPMOptions) -> int:
     model, optimizer = accelerator.prepare(objective.network, optimizer)
     fix_bucket_order(model)
     run = begin_run(options, accelerator, folder, data, objective, optimizer)
-    monitor = Monitor(run, plan.measures_eagerly(), plan.arithmetic())
+    monitor = Monitor(run, plan.measures_eagerly())
     periodic = Periodic(run, monitor)
     if options.compile and not periodic.at_end():
         check_first_batch(run, model, monitor)

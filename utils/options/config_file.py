@@ -10,7 +10,10 @@ from utils.options.paths import located
 from utils.options.values import Values
 
 HIDDEN = "<hidden>"  # in place of a secret
-REMOVED = {"profile": "use a profiler that starts the script: py-spy record, or nsys profile on a GPU"}  # flag -> what instead
+REMOVED = {  # flag -> what instead
+    "profile": "use a profiler that starts the script: py-spy record, or nsys profile on a GPU",
+    "peak_tflops": "multiply perf/images_per_second by the FLOPs per image that --dry_run prints",
+}
 
 
 def read_config(

@@ -232,7 +232,6 @@ class ReportOptions(Options):
         None, "project in wandb, trackio, mlflow, ... (their own variable, such as WANDB_PROJECT, or the script)", free=True
     )
     logging_dir: str = flag("logs", "folder for TensorBoard inside --output_dir (logs)", free=True)
-    peak_tflops: float | None = flag(None, "TFLOP/s of one device, for perf/mfu (known for common GPUs)", above=0, free=True)
     logging_steps: int = flag(50, "updates between two reports (50)", at_least=1, free=True)
     ledger_steps: int | None = flag(
         None, "updates between two lines of ledger.jsonl, the hashes of the state (each report)", at_least=1, free=True

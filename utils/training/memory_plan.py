@@ -30,13 +30,11 @@ from utils.training.length import divisors, per_process, split_batch
 from utils.training.memory_estimate import (
     GIB,
     SHARE,
-    Arithmetic,
     MemoryEstimate,
     TrialStep,
     UpdateParts,
     estimate_memory,
     flops_per_image,
-    peak_tflops,
     storage_bytes,
 )
 
@@ -185,15 +183,6 @@ class MemoryPlan:
     def flops_per_image(self) -> int:
         parts = self._parts()
         return flops_per_image(parts.make_network, parts.image_shape)
-
-    def arithmetic(self) -> Arithmetic | None:
-        """What the speed is compared with; None on a CPU, unless --peak_tflops says what it can do."""
-        device, asked = self._accelerator.device, self._options.peak_tflops
-        if device.type != "cuda" and not asked:
-            return None
-        tf32, precision = self._options.tf32, self._accelerator.mixed_precision
-        peak = asked or peak_tflops(torch.cuda.get_device_name(device), precision, tf32)
-        return Arithmetic(self.flops_per_image(), peak and peak * self._accelerator.num_processes)
 
     def table(self, micro_batch_size: int, accumulation: int) -> str:
         """Returns the estimate in lines to print, with the verdict and, where it does not fit, what to set."""

@@ -15,7 +15,6 @@ from utils.diffusion.objective import Losses
 from utils.optim.clipping import Gradients
 from utils.optim.nonfinite import BadUpdates, advice
 from utils.training.ledger import Ledger
-from utils.training.memory_estimate import Arithmetic
 from utils.training.nan_report import NanReports
 from utils.training.progress import StepStatistics, Stopwatch, peak_memory_gib, read_together
 from utils.training.ranks import LEAST, LEAST_STREAMING, HangWatch, RankTimes
@@ -26,12 +25,12 @@ from utils.training.run import Run
 class Monitor:
     """Its methods are to be called on every process, in the order below; between two reports none makes the host wait."""
 
-    def __init__(self, run: Run, measures_eagerly: bool, arithmetic: Arithmetic | None = None):
-        """`measures_eagerly`: see `Dynamics`. `arithmetic`: for perf/tflops."""
+    def __init__(self, run: Run, measures_eagerly: bool):
+        """`measures_eagerly`: see `Dynamics`."""
         self._run, self.measures_eagerly, self._compiled = run, measures_eagerly, run.options.compile
         options, objective, state = run.options, run.objective, run.state
         accelerator, limits = run.accelerator, (options.hang_timeout, options.collective_timeout)
-        self._arithmetic, self._stopwatch = arithmetic, Stopwatch(state.step)
+        self._stopwatch = Stopwatch(state.step)
         least = LEAST_STREAMING if options.streaming else LEAST
         self._hang = HangWatch(run.output_dir, accelerator.process_index, accelerator.num_processes, *limits, least)
         self._rank_times = RankTimes(accelerator, self._hang.now)
@@ -177,8 +176,6 @@ class Monitor:
         figures |= {name: read[name][0] for name in figures if name in read}
         report: dict[str, Any] = self._statistics.report(read["sums"]) | self._bad_updates.report(read["counts"])
         report |= self._stopwatch.report(step, global_batch_size) | self._bad_images.update() | figures
-        if self._arithmetic is not None:
-            report |= self._arithmetic.figures(report["perf/images_per_second"])
         report["train/samples_seen"] = step * global_batch_size
         report["perf/peak_memory_gib"] = peak_memory_gib(accelerator.device)
         seen, layers = self._dynamics.report(read["dynamics"])
