@@ -414,7 +414,7 @@ def test_the_first_bad_update_is_named():
     (found,) = diagnose(record)
     assert found.evidence == f"1 of 1000 updates, the first was update {EVERY + 3}" and found.step == EVERY + 3
     for line in record.history:
-        line.pop("train/first_skipped_update", None)  # an earlier version's
+        line.pop("train/first_skipped_update", None)  # a resume came between the update and the report
     assert diagnose(record)[0].evidence.endswith(f"the first by update {2 * EVERY}")
 
 

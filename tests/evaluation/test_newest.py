@@ -84,14 +84,6 @@ def test_a_checkpoint_alone_has_its_network_and_its_schedule(stopped):
     assert load_unconditional(f"{stopped}/checkpoint-4")[1] == load_network(f"{stopped}/checkpoint-4")[1]
 
 
-def test_a_checkpoint_that_does_not_say_its_network_is_told(stopped):
-    state = json.loads((stopped / "checkpoint-4" / "state.json").read_text())
-    state["options"] = {name: value for name, value in state["options"].items() if not name.startswith("network.")}
-    (stopped / "checkpoint-4" / "state.json").write_text(json.dumps(state))
-    with pytest.raises(UserError, match=r"does not say which network it is of.*\nresume the run with --max_train_steps N"):
-        load_network(f"{stopped}/checkpoint-4")
-
-
 KINDS = {
     "v": ["--prediction_type", "v_prediction", "--ddpm_beta_schedule", "sigmoid", "--rescale_betas_zero_snr"],
     "classes": ["--class_conditional"],

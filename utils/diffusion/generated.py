@@ -63,9 +63,7 @@ def claim_folder(output_dir: Path, settings: dict) -> None:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         names = os.listdir(output_dir)
-        recorded = (
-            {"compile": False, "sampler_version": 1, "bits": 8} | json.loads(record.read_text()) if record.exists() else None
-        )
+        recorded = json.loads(record.read_text()) if record.exists() else None
         if recorded is None and any(name.endswith(".png") for name in names):
             raise UserError(
                 f"--output_dir {output_dir} already has images, which generate.py did not make\nchoose another --output_dir"

@@ -199,11 +199,6 @@ def _made_by_options(checkpoint: Path) -> tuple[UNet2DModel | EDM2UNet, dict]:
     """A network of any weights, and the config of its scheduler, as the options of a checkpoint mean them."""
     options = _state(checkpoint)
     config = {name.removeprefix("network."): value for name, value in options.items() if name.startswith("network.")}
-    if not config:  # of an early version
-        raise UserError(
-            f"cannot load {checkpoint}: it does not say which network it is of, and its run has no exported pipeline\n"
-            "resume the run with --max_train_steps N, where N is not more than the updates that it has made: this exports one"
-        )
     with torch.random.fork_rng(devices=[]):
         if "sigma_data" in options:
             return EDM2UNet.from_config(config), dict(EDMHeunScheduler(sigma_data=options["sigma_data"]).config)

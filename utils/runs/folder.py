@@ -54,7 +54,6 @@ RUN_FILES = (
     TRACKED,
     PIPELINE_INDEX,
     "guided_pipeline.py",
-    "edm2_pipeline.py",  # of earlier versions
     "README.md",
     "bad_images.json",
     HISTORY,
@@ -64,7 +63,7 @@ RUN_FILES = (
 )
 RUN_FOLDERS = (
     *("unet", "scheduler", "vae", "samples", "logs", "nan_report", "ema_snapshots"),
-    *("evaluation", "data_check", "hang", "profile", "errors"),
+    *("evaluation", "data_check", "hang", "errors"),
 )
 
 

@@ -48,7 +48,7 @@ def non_finite(record: RunRecord) -> Found:
     _, rows = record.finite("train/bad_updates_in_a_row")
     often = skipped[-1] > max(2.0, 0.02 * steps[-1]) or max(rows, default=0) >= 3
     reported = next(step for step, value in zip(steps, skipped) if value > 0)
-    exact = dict(zip(*record.finite("train/first_skipped_update"))).get(reported)  # runs of earlier versions have none
+    exact = dict(zip(*record.finite("train/first_skipped_update"))).get(reported)  # none if a resume came between
     first = reported if exact is None else int(exact)
     what = f"{skipped[-1]:.0f} of {steps[-1]} updates, the first {'by update' if exact is None else 'was update'} {first}"
     yield Finding("non-finite", "critical" if often else "warning", what, first)
