@@ -27,7 +27,7 @@ def main(args: ReconstructionOptions) -> None:
         from utils.diffusion.pipelines import load_decoder, names_of_classes
         from utils.evaluation.ema_reconstruction import check_output, describe, load_run, load_weights, make_judge, write_sweep
         from utils.evaluation.newest import loadable
-        from utils.runs.ema_snapshots import fp16_error, list_snapshots, recipe, reconstruct
+        from utils.runs.ema_snapshots import list_snapshots, recipe, reconstruct
 
     widths = [args.width] if args.width is not None else read_widths(args.widths or "")
     snapshots = list_snapshots(args.run)
@@ -51,18 +51,14 @@ def main(args: ReconstructionOptions) -> None:
         best = min(values, key=lambda width: values[width])
         write_sweep(args.output_dir, args.run, args.metric, step, args.num_images, values)
 
-    weights = reconstruct(snapshots, best, step)
-    rounding = fp16_error(snapshots, best, step, weights)
-    load_weights(unet, weights, args.run)
+    load_weights(unet, reconstruct(snapshots, best, step), args.run)
     facts = {"ema_width": best, "pipeline": args.output_dir.resolve().name}
     names = names_of_classes(pipeline)
     card = model_card(describe(args.run, unet, scheduler, step, names) | facts)
     export_pipeline(unet, scheduler, args.output_dir, card, class_names=names, autoencoder=decoder)
     used, error = recipes[best].snapshots, recipes[best].error
-    off = f"profile {error:.1%} off"
-    if rounding:
-        off += f", fp16 snapshots add up to {rounding:.2%} to the weights (none with --ema_snapshot_dtype fp32 in the training)"
-    print(f"EMA of width {best:g} after {step} updates, from {len(used)} snapshots, {off}: {args.output_dir}")
+    what = f"EMA of width {best:g} after {step} updates, from {len(used)} snapshots, profile {error:.1%} off"
+    print(f"{what}: {args.output_dir}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from utils.optim.power_ema import (
     reconstruction_weights,
 )
 from utils.options.flags import EMAOptions
-from utils.runs.ema_snapshots import FOLDER, fp16_error, list_snapshots, reconstruct, save_snapshots
+from utils.runs.ema_snapshots import FOLDER, list_snapshots, reconstruct, save_snapshots
 from utils.runs.state import TrainState
 from utils.training.progress import ProgressBar
 
@@ -163,28 +163,6 @@ def test_snapshots_on_disk_make_an_average_that_was_never_tracked(tmp_path, dtyp
     assert torch.equal(reconstruct(snapshots, 0.07)["0.weight"], made["0.weight"])  # the end, where no step is given
     with pytest.raises(UserError, match="set a step from 10 to 400"):
         reconstruct(snapshots, 0.07, 5)
-
-
-@pytest.mark.parametrize("width", [0.02, 0.1])
-def test_what_fp16_snapshots_add_against_the_same_sum_of_fp32_ones(tmp_path, width):
-    """Of the same averages, stored in both, and added up in float64."""
-    sums = {}
-    for dtype in ("fp32", "fp16"):
-        tracked(network(), 400, folder=tmp_path / dtype, dtype=dtype)
-        snapshots = list_snapshots(tmp_path / dtype)
-        weights, _ = reconstruction_weights([s.step for s in snapshots], [s.width for s in snapshots], 400, width)
-        names = ("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var")
-        stored = [torch.cat([load_file(s.path)[name].double().flatten() for name in names]) for s in snapshots]
-        sums[dtype] = sum(weight * values for weight, values in zip(weights, stored))
-    difference = float((sums["fp16"] - sums["fp32"]).norm() / sums["fp32"].norm())
-    made = reconstruct(snapshots, width)
-    rounding = fp16_error(snapshots, width, None, made)
-    # An estimate from above, of wide averages, in which the roundings cancel, more so. It is of 50 values, by chance.
-    assert 0.5 * difference < rounding < (1.5 if width < 0.05 else 4) * difference
-    if width == 0.02:
-        assert difference > 1e-3  # what it is there for
-    assert made["0.weight"].shape == (4, 1, 3, 3)
-    assert fp16_error(list_snapshots(tmp_path / "fp32"), width, None, made) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_reconstruction_at_an_earlier_update_and_what_it_refuses(long_run, tmp_p
         reconstruct_ema.main(reconstruct_ema.parse_args([str(word) for word in words]))
 
     run(long_run, "--width", "0.1", "--step", "252", "--output_dir", tmp_path / "out")
-    assert "from 63 snapshots, profile 0.0% off:" in capsys.readouterr().out  # fp32 snapshots add nothing
+    assert "from 63 snapshots, profile 0.0% off:" in capsys.readouterr().out
     saved = load_file(tmp_path / "out" / WEIGHTS)
     [snapshot] = [s for s in list_snapshots(long_run) if (s.step, s.width) == (252, 0.1)]
     expected = load_file(snapshot.path)

@@ -5,7 +5,6 @@ One safetensors file per time and width, complete or absent like a checkpoint; i
 
 import json
 from bisect import bisect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,38 +147,15 @@ def reconstruct(snapshots: list[Snapshot], width: float, step: int | None = None
     """Weights of the average that `recipe` is for, float32 on the CPU, from float64 sums over one tensor of one file at a
     time. What EMA copies, counters and singular vectors, is the last snapshot's. Raises UserError as `recipe` does."""
     sums: dict[str, torch.Tensor] = {}
-    for name, tensor, weight in _tensors(recipe(snapshots, width, step)):
-        if not tensor.is_floating_point() or name.endswith(UNIT_VECTORS):
-            sums[name] = tensor
-        elif name in sums:
-            sums[name].add_(tensor.double(), alpha=weight)
-        else:
-            sums[name] = tensor.double() * weight
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sums.items()}
-
-
-def fp16_error(snapshots: list[Snapshot], width: float, step: int | None, made: dict[str, torch.Tensor]) -> float:
-    """Estimate from above how far snapshots in fp16 put `made`, what `reconstruct` gave, off: relative to its norm. Narrow
-    averages have large weights of both signs, in whose sum the roundings do not cancel as the averages do."""
-    independent = alike = 0.0  # squares: of roundings that differ from snapshot to snapshot, and of the same in all
-    for _, tensor, weight in _tensors(recipe(snapshots, width, step)):
-        if tensor.dtype == torch.float16:
-            error = _rounding(tensor)
-            independent, alike = independent + weight**2 * error, alike + weight * error
-    norm = sum(float(tensor.double().square().sum()) for tensor in made.values() if tensor.is_floating_point()) ** 0.5
-    return max(independent, alike) ** 0.5 / max(norm, 1e-30)
-
-
-def _tensors(made_of: Recipe) -> Iterator[tuple[str, torch.Tensor, float]]:
-    """Name, tensor and the snapshot's weight, of each tensor of each snapshot."""
-    for snapshot, weight in zip(made_of.snapshots, made_of.weights):
+    made_of = recipe(snapshots, width, step)
+    for snapshot, weight in zip(made_of.snapshots, made_of.weights.tolist()):
         with safe_open(snapshot.path, "pt") as file:
             for name in file.keys():  # noqa: SIM118, it is no dict
-                yield name, file.get_tensor(name), float(weight)
-
-
-def _rounding(tensor: torch.Tensor) -> float:
-    """Expected sum of the squared errors of values that were rounded to this float16 `tensor`: spacing^2 / 12 for each."""
-    exponent = torch.frexp(tensor.float()).exponent.clamp(min=-13)  # below are the subnormal numbers, all 2^-24 apart
-    exponent = exponent.where(tensor != 0, -13)  # of 0, frexp says 0
-    return float(torch.exp2(2.0 * (exponent - 11).double()).sum()) / 12.0
+                tensor = file.get_tensor(name)
+                if not tensor.is_floating_point() or name.endswith(UNIT_VECTORS):
+                    sums[name] = tensor
+                elif name in sums:
+                    sums[name].add_(tensor.double(), alpha=weight)
+                else:
+                    sums[name] = tensor.double() * weight
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sums.items()}
