@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from models.edm_heun import EDMHeunScheduler
 from models.flow_scheduler import FlowHeunScheduler, FlowScheduler
 from utils.core import randomness
-from utils.core.distributed import from_all, together
+from utils.core.distributed import together
 from utils.core.errors import UserError
 from utils.data.autoencoder import Autoencoder
 from utils.diffusion.ddpm import config_for_any, is_flow
@@ -272,56 +272,6 @@ def set_timesteps(scheduler: Scheduler, num_inference_steps: int) -> None:
             f"diffusers cannot spread {num_inference_steps} sampling steps evenly over {limit}\n"
             f"set another number, for example {divisor}"
         )
-
-
-@torch.no_grad()
-def sample_sharded(
-    accelerator: Accelerator,
-    unet: nn.Module,
-    plan: SamplePlan,
-    num_images: int,
-    *,
-    should_stop: Callable[[], bool] | None = None,
-    record_timesteps: Sequence[float] | None = None,
-    predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-) -> Any:
-    """`sample` of images 0 ... num_images - 1 over all processes, in order, on every process.
-
-    Chunk c goes to process c modulo their number, so the plan's batch size decides how many processes have work. Every process
-    must call it. `should_stop` may answer differently on each: if any stopped, all return None. What fails on any fails on
-    all, see `together`.
-    """
-    chunks = torch.arange(num_images).split(plan.batch_size)
-    rounds = -(-len(chunks) // accelerator.num_processes)
-    slots = 1 + len(record_timesteps or ())  # the image and its path travel together
-    stopped = torch.zeros(1, device=accelerator.device)
-    with together(accelerator, "making samples", "set a smaller --eval_batch_size"):
-        gathered = torch.zeros(rounds, plan.batch_size, slots, *plan.image_shape, device=accelerator.device)
-        for turn, numbers in enumerate(chunks[accelerator.process_index :: accelerator.num_processes]):
-            result = sample(
-                unet,
-                plan,
-                numbers,
-                should_stop=should_stop,
-                record_timesteps=record_timesteps,
-                predict=predict,
-            )
-            if result is None:
-                stopped.fill_(1)
-                break
-            images, path = (result, None) if record_timesteps is None else result
-            gathered[turn, : len(numbers), 0] = images
-            if path is not None:
-                gathered[turn, : len(numbers), 1:] = path
-        # What the gather will need must be had now, when all can still leave it out together; the allocator keeps it.
-        gathered.new_empty(accelerator.num_processes, *gathered.shape)
-    if any(from_all(accelerator, stopped)):
-        return None
-    # [process, round, ...] -> [round, process, ...] is the order of the chunks; only the last one is short, so that
-    # what follows image n - 1 is padding.
-    gathered = accelerator.gather(gathered).unflatten(0, (accelerator.num_processes, rounds))
-    gathered = gathered.transpose(0, 1).flatten(0, 2)[:num_images]
-    return gathered[:, 0] if record_timesteps is None else (gathered[:, 0], gathered[:, 1:])
 
 
 def to_uint16(images: torch.Tensor) -> torch.Tensor:

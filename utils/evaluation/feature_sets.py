@@ -53,25 +53,34 @@ def evenly(count: int, most: int) -> torch.Tensor:
 
 
 def sharded(
-    accelerator: Accelerator, count: int, batch_size: int, make: Callable[[torch.Tensor], list[torch.Tensor]]
+    accelerator: Accelerator,
+    count: int,
+    batch_size: int,
+    make: Callable[[torch.Tensor], list[torch.Tensor]],
+    what: str = "features of images",
+    advice: str = "",
 ) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
     """(numbers int64 [n], tensors [n, ...]) chunk by chunk, in order, on every process; `make` gives the tensors of `numbers`.
 
     Chunk c is made by process c modulo their number. Memory holds one chunk of each process. All processes must go to the end.
-    Where `make` fails on any, all of them raise, see `together`.
+    Where `make` fails on any, all of them raise, see `together`, which gets `what` and `advice`.
     """
     chunks = torch.arange(count).split(batch_size) if count else ()
     processes = accelerator.num_processes
     for first in range(0, len(chunks), processes):
         turn = chunks[first : first + processes]
         # Who has no chunk left makes the last one again, so that shapes agree; nothing waits for it longer.
-        with together(accelerator, "features of images"):
+        with together(accelerator, what, advice):
             made = make(turn[min(accelerator.process_index, len(turn) - 1)])
+            if processes > 1:
+                made = [torch.cat([part, part.new_zeros(batch_size - len(part), *part.shape[1:])]) for part in made]
+                # What the gather will need must be had now, when all can still give up together; the allocator keeps it.
+                room = [part.new_empty(processes, *part.shape) for part in made]
+                del room
         if processes == 1:
             yield turn[0], made
             continue
-        padded = [torch.cat([part, part.new_zeros(batch_size - len(part), *part.shape[1:])]) for part in made]
-        gathered = [accelerator.gather(part.contiguous()).unflatten(0, (processes, batch_size)) for part in padded]
+        gathered = [accelerator.gather(part.contiguous()).unflatten(0, (processes, batch_size)) for part in made]
         for slot, numbers in enumerate(turn):
             yield numbers, [part[slot, : len(numbers)] for part in gathered]
 

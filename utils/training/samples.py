@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from utils.core.distributed import on_main_process, together
+from utils.core.distributed import from_all, on_main_process, together
 from utils.core.images import denoising_path, save_png, side_by_side
 from utils.diagnostics.probe import sample_statistics
 from utils.diffusion import export
@@ -17,15 +17,17 @@ from utils.diffusion.sampling import (
     full_precision,
     make_sampler,
     path_steps,
-    sample_sharded,
+    sample,
     sampling_steps,
     to_uint8,
 )
+from utils.evaluation.feature_sets import sharded
 from utils.training.run import Run
 
 ImagesAndPaths = tuple[torch.Tensor, torch.Tensor]  # [B, C, H, W] and [B, T, C, H, W]
 
 PATH_IMAGES = 4
+ADVICE = "set a smaller --eval_batch_size"
 
 
 def plan_of(run: Run, batch_size: int) -> SamplePlan:
@@ -83,18 +85,27 @@ class SampleGrids:
                 run.doctor.record(run.state.step, {"probe": found})
 
     def _sample(self, weights: Callable[[], AbstractContextManager], should_stop: Callable[[], bool]) -> ImagesAndPaths | None:
-        """(images, denoising paths) of the main process, from the same noise every time; None when told to stop halfway."""
-        run, network = self._run, self._run.objective.exported
-        with weights(), full_precision(network):
-            return sample_sharded(
-                run.accelerator,
-                network,
-                self._plan,
-                run.options.eval_batch_size,
-                should_stop=should_stop,
-                record_timesteps=run.objective.path(),
-                predict=run.objective.predict,
+        """(images, denoising paths) on every process, from the same noise every time; None when any was told to stop."""
+        accelerator, plan, objective = self._run.accelerator, self._plan, self._run.objective
+        network, count, timesteps = objective.exported, self._run.options.eval_batch_size, objective.path()
+        stopped = torch.zeros(1, device=accelerator.device)
+
+        def make(numbers: torch.Tensor) -> list[torch.Tensor]:
+            made = sample(
+                network, plan, numbers, should_stop=should_stop, record_timesteps=timesteps, predict=objective.predict
             )
+            if made is None:  # the other processes wait for as many images, whatever they show
+                stopped.fill_(1)
+                images = torch.zeros(len(numbers), *plan.image_shape, device=accelerator.device)
+                return [images, torch.stack([images] * len(timesteps), dim=1)]
+            return list(made)
+
+        with weights(), full_precision(network):
+            chunks = [made for _, made in sharded(accelerator, count, plan.batch_size, make, "making samples", ADVICE)]
+        if any(from_all(accelerator, stopped)):
+            return None
+        images, paths = map(torch.cat, zip(*chunks))
+        return images, paths
 
     def _write(self, path: Path, step: int, *, raw: ImagesAndPaths, ema: ImagesAndPaths) -> None:
         run, objective = self._run, self._run.objective
