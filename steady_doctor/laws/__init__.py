@@ -25,12 +25,15 @@ from steady_doctor.laws import (
     timestep,
     weight,
 )
+from steady_doctor.laws.paths import has_levels
 from steady_doctor.seen import Seen
 
 # In the order of an update: a fault early on shows in later stages, too.
 OF_PASSES: tuple[Callable[[Seen], Iterator[Found]], ...] = (
     *(*data.LAWS, *noise.LAWS, *timestep.LAWS, *inputs.LAWS, *condition.LAWS, *network.LAWS, *target.LAWS, *weight.LAWS),
 )
+# What holds where images are noised to levels.
+OF_DIFFUSION = {*data.OF_IMAGES, *noise.LAWS, *timestep.LAWS, *inputs.LAWS, *target.LAWS, *weight.LAWS} - {inputs.clean}
 OF_ANYBODY: tuple[Callable[[Seen], Iterator[Found]], ...] = (
     *OF_PASSES,
     *(*gradient.LAWS, *optimizer.LAWS, *learning_rate.LAWS, *ema.LAWS, *state.LAWS, *ranks.LAWS, sampler.read),
@@ -55,6 +58,8 @@ def judge(seen: Seen) -> list[Found]:
     """Returns what all laws find, each code once, a fault before its effects."""
     found: dict[str, Found] = {}
     of_others = OF_PASSES if seen.by_hand else OF_ANYBODY  # what the step of a script's own is to do is not known
+    if seen.declared is None and not has_levels(seen):
+        of_others = tuple(law for law in of_others if law not in OF_DIFFUSION)
     for law in of_others if seen.declared is None else OF_DECLARED:
         for one in law(seen):
             found.setdefault(one.code, one)

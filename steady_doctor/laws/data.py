@@ -156,4 +156,5 @@ def written(seen: Seen) -> Iterator[Found]:
         yield Found("data-changed", seen.updates)
 
 
-LAWS = (range_, signals, latents, whole, again, order, written)
+OF_IMAGES = (range_, signals, latents, whole)
+LAWS = (*OF_IMAGES, again, order, written)

@@ -18,7 +18,8 @@ FEWEST_ROWS, OF_BETAS = 12, 1e-4  # usual betas leave 4e-5 at most, and straight
 WIDE = 0.1  # of the shares: in a smaller range each path looks like another one
 EVEN, EXACT = 0.02, 2e-6  # of a beta, and of a share that rounding leaves
 EXACT_RATIO, FIRST_BETA = 1e-3, 1e-3  # of a ratio; the largest one
-SECOND_NOISE = 0.3  # of the clean image: an encoder's latents have some hundredths
+TRACES = 0.3  # of the clean image: an encoder's latents have some hundredths
+MOSTLY = 0.5  # of the image, that is asked for
 CLAMPS = {"clamp", "clamp_", "clamp_min", "clamp_max", "round", "tanh", "hardtanh", "clip"}
 
 
@@ -74,8 +75,8 @@ def clean(seen: Seen) -> Iterator[Found]:
     """Noise is asked of a network that got none of it; at most the traces of an encoder's. A noisy image may be asked for."""
     has_traces = all(_has_traces(one.mixture) for _, one in seen.mixed())
     for update, one in seen.passes():
-        rest = None if one.target is None else one.target.rest
-        is_image = rest is not None and float(rest.max()) < SECOND_NOISE
+        asked = None if one.target is None else one.target.p
+        is_image = asked is not None and float(asked.min()) > MOSTLY
         if one.noise_in_loss and has_traces and not is_image:
             yield Found("input-clean", update)
 
@@ -84,7 +85,7 @@ def _has_traces(mixture: Mixed) -> bool:
     if mixture.a is None or mixture.clean is None:
         return False
     noise, image = float(mixture.b.abs().max()) * mixture.noise.std, float(mixture.a.abs().min()) * mixture.clean.std
-    return noise < SECOND_NOISE * image
+    return noise < TRACES * image
 
 
 def unscaled(seen: Seen) -> Iterator[Found]:

@@ -53,6 +53,14 @@ def levels(seen: Seen) -> Levels | None:
     return Levels(a, b, *kind_of(a, b, 4 * CLOSE if half else CLOSE))
 
 
+def has_levels(seen: Seen) -> bool:
+    """False where all that was seen has noise of one strength, and the network is told none: an augmentation, numbers that fill
+    the steps of whole ones, or a denoiser that is no diffusion model."""
+    found = levels(seen)
+    is_chosen = any(one.mixture.told or one.mixture.index is not None for _, one in seen.mixed())
+    return found is None or not found.single or is_chosen
+
+
 def factors(a: Tensor, b: Tensor) -> tuple[float, float] | None:
     """(s, k), where (a / s)^2 + (b / k)^2 = 1: a path of constant variance with s times the image and k times the noise."""
     sides = torch.stack([a * a, b * b], 1)

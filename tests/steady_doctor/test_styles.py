@@ -458,3 +458,27 @@ def test_samples_of_an_energy_are_no_passes(new):
             (network(x.detach()).mean() - network(images[torch.randint(0, 64, (B,))]).mean()).backward()
             optimizer.step()
     assert doctor.session.failure is None and [one.code for one in doctor.findings()] == []
+
+
+def to_what_was(network, x0):
+    """Vincent et al. 2008, with inputs that are clipped."""
+    return mse_loss(network((x0 + 0.3 * torch.randn_like(x0)).clamp(-1, 1)), x0)
+
+
+def to_another_noisy_one(network, x0):
+    """Lehtinen et al. 2018."""
+    return mse_loss(network(x0 + 0.2 * torch.randn_like(x0)), x0 + 0.2 * torch.randn_like(x0))
+
+
+def likelihood(network, x0):
+    """A coupling of filled steps (Dinh et al. 2017)."""
+    left, right = ((((x0 + 1) * 127.5).floor() + torch.rand_like(x0)) / 256).chunk(2, 3)
+    scale, shift = network(left.repeat(1, 1, 1, 2)).chunk(2, 3)
+    made = torch.cat([left, right * scale.tanh().exp() + shift], 3)
+    return 0.5 * made.square().mean() - scale.tanh().mean()
+
+
+@pytest.mark.parametrize("loss", [to_what_was, to_another_noisy_one, likelihood])
+def test_noise_of_one_strength_that_the_network_is_not_told_is_no_diffusion(loss):
+    network = nn.Sequential(nn.Conv2d(C, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, C, 3, padding=1))
+    assert train(network, lambda x0: loss(network, x0), updates=24)[0] == []
