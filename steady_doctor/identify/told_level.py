@@ -64,7 +64,9 @@ def _may_be_told(tape: Tape, mixture: Mixture, given: list[Given]) -> bool:
     within = {op for value in mixed for op in tape.upstream(value, noised)}
     sources = {op for each in beside(mixture, given) for op in tape.sources(each.value.made_of)}
     by_numbers = bool(mixture.levels) and all(source.kind == "outside" for source in mixture.levels)
-    known = [op for op in sources if by_numbers or (op.kind == "outside" and op.floating)]
+    by_broken = by_numbers and all(source.floating for source in mixture.levels)  # whole ones from elsewhere may be labels
+    known = [op for op in sources if op.kind == "outside" and (op.floating or by_broken)]
+    known += [op for op in sources if op.kind == "drawn" and by_numbers]
     elsewhere = [op for op in known if numel(op) == mixture.size > 1]
     return bool(elsewhere) or not within.isdisjoint(mixture.levels)
 
