@@ -18,8 +18,7 @@ def hub_stand_in(name: str, folder: Path, kind: str = "datasets", fault: str | N
     """Serves the files of `folder` as `name`, one of the "datasets" or "models"; gives the address for HF_ENDPOINT and the
     paths asked for.
 
-    `fault`: "private" (401 for all, as for whoever is not logged in), "gated" (the description is public, its files are not),
-    "cut" (the connection ends in the middle of each file), "broken" (500 for all).
+    `fault`: "private" (401 for all, as for whoever is not logged in), "gated" (the description is public, its files are not).
     """
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
@@ -38,9 +37,8 @@ def hub_stand_in(name: str, folder: Path, kind: str = "datasets", fault: str | N
         def do_GET(self):  # and HEAD
             path = self.path.split("?")[0]
             requests.append(path)
-            if fault in ("private", "broken"):
-                status, code = (401, "RepoNotFound") if fault == "private" else (500, "")
-                return self.reply(status, b"Invalid username or password.", {"X-Error-Code": code})
+            if fault == "private":
+                return self.reply(401, b"Invalid username or password.", {"X-Error-Code": "RepoNotFound"})
             if fault == "gated" and path.startswith(files_at):
                 about = {"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to {kind[:-1]} {name} is restricted."}
                 return self.reply(401, b"", about)
@@ -69,9 +67,7 @@ def hub_stand_in(name: str, folder: Path, kind: str = "datasets", fault: str | N
         do_HEAD = do_GET
 
         def reply(self, status, body, headers=None):
-            half = len(body) // 2 if fault == "cut" and self.path.startswith(files_at) else None
-            super().reply(status, body, {"X-Repo-Commit": commit, **(headers or {})}, half)
-            self.close_connection = half is not None or self.close_connection
+            super().reply(status, body, {"X-Repo-Commit": commit, **(headers or {})})
 
     with serving(Handler) as address:
         yield address, requests

@@ -60,11 +60,11 @@ def in_full(error: BaseException) -> str:
     """Returns what somebody else's exception says, in one line: its own words and, in brackets, those of its last cause. The
     first line of a library's message often says only that something failed."""
     last = error
-    while last.__cause__ is not None:
-        last = last.__cause__
-    text = textwrap.shorten(str(error), 250, placeholder=" ...") or type(error).__name__
-    cause = textwrap.shorten(one_line(last), 200, placeholder=" ...")
-    return text if last is error or " ".join(str(last).split()) in text else f"{text} ({cause})"
+    while cause := last.__cause__ or (None if last.__suppress_context__ else last.__context__):
+        last = cause
+    text = textwrap.shorten(str(error), 400, placeholder=" ...") or type(error).__name__
+    reason = textwrap.shorten(one_line(last), 200, placeholder=" ...")
+    return text if last is error or " ".join(str(last).split()) in text else f"{text} ({reason})"
 
 
 def shortage(error: Exception) -> UserError | None:
