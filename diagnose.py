@@ -4,7 +4,6 @@
     python diagnose.py --pipeline runs/digits --dataset_name digits     # any unconditional diffusers pipeline, on real images
     python diagnose.py --dataset_name uoft-cs/cifar10 --resolution 32   # the data alone, before the training
     python diagnose.py --compare runs/a runs/b                          # the first update at which two runs differ
-    python diagnose.py --cache                                          # the packed images; --prune_cache 30 removes old ones
     python diagnose.py --watch my_train.py --its_flags ...              # any training script; --watch is the last flag
 
 Exit status: 0 no findings; 1 findings; 2 it could not run. Findings for information do not count; with --fail_on critical, nor
@@ -54,8 +53,6 @@ def main(args: DiagnoseOptions) -> int:
         script, flags = Path(args.watch), _split(None)[1]
         most = args.watch_updates
         sys.exit(watch_script(script, flags, args.watch_dir, most_updates=most, shows_all=args.all, fail_on=args.fail_on))
-    if args.cache or args.prune_cache is not None:
-        return show_caches(args)
     if args.compare:
         from utils.runs.compare import compare
 
@@ -96,33 +93,6 @@ def main(args: DiagnoseOptions) -> int:
     except BrokenPipeError:  # whoever reads it has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(any_at_least(findings, args.fail_on or "warning"))
-
-
-def show_caches(args: DiagnoseOptions) -> int:
-    """Lists the packed images of all data sets, after those long unused are removed."""
-    from utils.data.dataset import cache_folder
-    from utils.data.packed_caches import describe_size, list_caches, prune_caches
-
-    root = cache_folder(args.cache_dir)
-    try:
-        removed = [] if args.prune_cache is None else prune_caches(root, args.prune_cache)
-    except OSError as error:
-        raise UserError(
-            f"cannot remove packed images in {root}: {error.strerror or error}\ncheck the permissions of that folder"
-        ) from None
-    left = list_caches(root)
-    if args.json:
-        names = {"removed": removed, "caches": left}
-        print(json.dumps({name: [vars(each) for each in some] for name, some in names.items()}, indent=2, default=str))
-        return 0
-    for word, caches in (("removed", removed), ("", left)):
-        for cache in caches:
-            used = "in use" if cache.in_use else f"unused for {cache.days_unused:.0f} days"
-            print(
-                f"{word or '-':<8}{describe_size(cache.size):>10}  {used:<22}{cache.about}", f"{'':18}{cache.folder}", sep="\n"
-            )
-    print(f"{len(left)} packed cache{'s' * (len(left) != 1)}, {describe_size(sum(cache.size for cache in left))}, below {root}")
-    return 0
 
 
 def records_of(args: DiagnoseOptions) -> dict:

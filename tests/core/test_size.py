@@ -3,7 +3,7 @@
 import pytest
 
 from utils.core.errors import UserError
-from utils.core.size import Size
+from utils.core.size import Size, describe_size
 from utils.options.flags import DataOptions
 from utils.options.parser import parse_options
 
@@ -24,3 +24,7 @@ def test_a_size_is_height_before_width(text, recorded, shape):
 def test_other_texts_are_refused_in_one_line(text):
     with pytest.raises(UserError, match=r"--resolution must be a number of pixels up to 16384, or two as .*; got"):
         parse_options(DataOptions, "", [f"--resolution={text}"])
+
+
+def test_no_size_is_rounded_to_nothing():
+    assert [describe_size(size) for size in (768, 115_200, 5e7, 2.5e9)] == ["0.8 kB", "0.1 MB", "50.0 MB", "2.5 GB"]

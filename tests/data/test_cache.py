@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -265,6 +266,17 @@ def test_a_killed_packer_leaves_no_process_no_lock_and_nothing_that_is_taken_for
     assert not folder.exists() and folder.with_name("abc.tmp").exists()
     assert pack_once(folder, 40, reader(images), PREPARE).fetch(np.arange(40), None).shape == (40, 3, 4, 4)
     assert sorted(path.name for path in folder.parent.iterdir()) in (["abc"], ["abc", "abc.lock"])
+
+
+def test_a_cache_says_what_it_holds_and_when_it_was_used(load, tmp_path, monkeypatch):
+    folder = tmp_path / "cache" / "steady_diffusion" / load().fingerprint
+    about = json.loads((folder / "about.json").read_text())
+    assert about == {"data": str(tmp_path / "images"), "images": "5 images", "options": "3x4x4, background white"}
+    os.utime(folder, (0, 0))
+    load()
+    assert time.time() - folder.stat().st_mtime < 3600
+    monkeypatch.setattr(os, "utime", lambda *arguments: (_ for _ in ()).throw(PermissionError()))
+    assert len(load().fetch([0])) == 1  # a cache that cannot be marked still serves
 
 
 def test_order_is_kept_over_many_chunks(tmp_path):

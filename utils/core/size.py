@@ -35,6 +35,13 @@ def read_bytes(text: str) -> int:
     return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
 
 
+def describe_size(size: int) -> str:
+    """Returns what so many bytes are called: 0.8 kB, 50.0 MB, 2.5 GB."""
+    if size < 1e5:
+        return f"{size / 1e3:.1f} kB"
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
 def read_budget(text: str) -> tuple[float, str]:
     """Returns (3600.0, "seconds") for 1h, 60min or 3600s, and (3000.0, "updates") for 3000updates. Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)|(\d+)\s*updates", text.strip())

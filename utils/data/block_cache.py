@@ -21,8 +21,8 @@ from utils.core.files import whole_file
 from utils.data.bad_images import BadImages
 from utils.data.cache import DAMAGED, PackedFile, write_packed
 from utils.data.decode import ImageFile, ImagePreparation, prepared
-from utils.data.packed_caches import BLOCK_LOCKS
 
+BLOCK_LOCKS = "locks"  # a folder beside those of the datasets
 _LOCKS = 256  # files that blocks share
 _ROOM = 0.9  # share of the limit that is left in use when blocks are removed
 _LOOKS = 64  # the size is looked at when a process has written this part of the limit
@@ -98,7 +98,7 @@ class BlockCache:
     def _write(self, path: Path, files: list[ImageFile]) -> None:
         each = (prepared(self._prepare, [files.pop(0)]) for _ in range(len(files)))  # what is done leaves the memory
         with self._writing():
-            self.folder.mkdir(parents=True, exist_ok=True)  # where it was pruned meanwhile
+            self.folder.mkdir(parents=True, exist_ok=True)  # where it was removed meanwhile
             with whole_file(path, shared=True, durable=True) as draft, open(draft, "wb") as file:
                 write_packed(file, self._prepare, each, BadImages(len(files)))
                 self._written += file.tell()

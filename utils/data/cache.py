@@ -6,6 +6,8 @@
 The folder appears under its name complete or not at all (written aside, then renamed), and one whose file does not have the
 size that it states is made again. A file lock, which the system frees when its holder dies, lets one process pack while the
 others wait. While packing, memory holds a few MB per core, and 8 bytes of each image.
+
+For people, about.json beside the file says what was packed. The time of the folder is that of the last use.
 """
 
 import collections
@@ -31,15 +33,16 @@ import numpy as np
 from filelock import FileLock
 
 from utils.core.errors import UserError, explained
+from utils.core.files import write_json
 from utils.core.launcher import end_with_parent
 from utils.core.limits import usable_cores
 from utils.core.signals import signals_held
-from utils.core.size import Size
+from utils.core.size import Size, describe_size
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.decode import ImageFile, ImagePreparation, Prepared, cut, prepared
-from utils.data.packed_caches import PACKED, describe_size
 from utils.data.stored_files import is_remote
 
+PACKED = "images.bin"
 PACKING_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
 _FIRST_CHUNK, _LARGEST_CHUNK = 16, 256  # images of a task
 _LARGEST_READ = 64  # images of a task whose files are read for it: the next ones may be much larger
@@ -233,6 +236,14 @@ def pack_once(
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
             return PackedImages(folder, prepare.size, max_bad_images)
+
+
+def mark_used(folder: Path, about: dict[str, str]) -> None:
+    """Notes what a cache holds and that it is used now, where the disk can be written."""
+    with contextlib.suppress(OSError):
+        if not (folder / "about.json").exists():
+            write_json(folder / "about.json", about, shared=True)
+        os.utime(folder)
 
 
 def free_for(folder: Path, needed: int) -> None:

@@ -9,29 +9,28 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 import datasets
 import numpy as np
 import torch
 
 from utils.core.errors import UserError
-from utils.core.size import Size, read_bytes
+from utils.core.size import Size, describe_size, read_bytes
 from utils.data.arrays import ArrayImages, is_array_file, range_of
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache
-from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
+from utils.data.cache import PACKING_VERSION, PackedImages, mark_used, pack_once
 from utils.data.color_modes import background_color
 from utils.data.columns import about_splits, find_labels
 from utils.data.decode import ImagePreparation, Range, cut, describe_remarks, header_of, prepared
 from utils.data.image_column import EncodedImages, find_image_column
-from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used
 from utils.data.shards import patiently
 from utils.data.sources import contents_key, open_dataset
 from utils.data.stored_files import forget_archives, is_address
 from utils.data.stream import BlockReader, StreamedImages, open_shards
 from utils.options.flags import DataOptions
 
+STREAMED_BLOCKS = Path("streams", "blocks")  # below the folder of the packed caches; a folder for each streamed dataset
 Indices = Sequence[int] | np.ndarray
 _FEW_BLOCKS = 16  # that a sample of a streamed dataset comes from
 
@@ -91,11 +90,10 @@ class ImageSet:
     rows: np.ndarray | None = None  # of the store; None means all of them
     files: EncodedImages | ArrayImages | None = None  # what the pixels were made from, where it is known
     opened: datasets.Dataset | None = None  # of `datasets`, before rows and columns of it were chosen: for the doctor
-    in_use: IO | None = None  # keeps the packed cache from being removed
 
     def __getstate__(self) -> dict:
         """A copy in another process does without the files: a dataset in memory would travel with them."""
-        return {**self.__dict__, "files": None, "opened": None, "in_use": None}
+        return {**self.__dict__, "files": None, "opened": None}
 
     def __len__(self) -> int:
         return len(self.store) if self.rows is None else len(self.rows)
@@ -280,19 +278,18 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     crop = ", center crop" if options.center_crop else ""
     made = f"{'x'.join(map(str, shape))}{crop}, background {options.background}"
     about = {"data": source.description, "images": f"{len(files):,} images", "options": made}
-    in_use = None
     if isinstance(files, BlockReader):
         limit = _cache_limit(options, len(files), prepare)
         cache = BlockCache(cache_folder(options.cache_dir) / STREAMED_BLOCKS, fingerprint, prepare, limit)
         store: PackedImages | DecodedImages | StreamedImages = StreamedImages(cache, files, prepare, allowed)
-        in_use = mark_used(cache.folder, about | {"images": f"{len(files):,} images, streamed"})
+        mark_used(cache.folder, about | {"images": f"{len(files):,} images, streamed"})
         notes.append(f"streamed: {files}, shuffled in windows of {options.shuffle_window:,} images")
         notes.append(f"decoded blocks: at most {options.cache_limit} with those of other runs, in {cache.folder}")
     elif options.cache_images == "yes":
         folder = cache_folder(options.cache_dir) / fingerprint
         store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
         forget_archives()
-        in_use = mark_used(folder, about)
+        mark_used(folder, about)
         notes += describe_remarks(store.packed.remarks)
         notes.append(f"packed images: {describe_size(len(store.packed.data))} in {folder}")
     else:
@@ -308,7 +305,6 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
         source.description,
         files=None if isinstance(files, BlockReader) else files,
         opened=source.opened,
-        in_use=in_use,
     )
     images.fetch([0])  # a format that nobody can read is told now, not in a worker
     return images

@@ -30,12 +30,12 @@ import torch
 
 from utils.core import randomness
 from utils.core.errors import UserError, explained
+from utils.core.size import describe_size
 from utils.data.augmentation import to_unit_range
 from utils.data.autoencoder import Autoencoder, Scale
 from utils.data.bad_images import BadImage
-from utils.data.cache import MappedFile, Progress, free_for
+from utils.data.cache import MappedFile, Progress, free_for, mark_used
 from utils.data.dataset import ImageSet, cache_folder
-from utils.data.packed_caches import describe_size, mark_used, size_of
 
 LATENTS_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
 FILE = "latents.bin"
@@ -59,12 +59,7 @@ class PackedLatents:
             raise ValueError(f"{folder / FILE} is not complete")
         self.folder, self.measured = folder, Scale(meta["mean"], meta["std"])
         self.bad_images = [BadImage(**bad) for bad in meta["bad_images"]]
-        self.in_use: IO | None = None  # keeps the cache from being removed
         self._file = MappedFile(folder / FILE)
-
-    def __getstate__(self) -> dict:
-        """A copy in another process maps the file again."""
-        return {**self.__dict__, "in_use": None}
 
     @property
     def mirrors(self) -> bool:
@@ -119,8 +114,8 @@ def pack_latents(
     images.bad_images.learn(latents.bad_images)
     mirrored = f"mirror images: {'yes' if mirrors else 'no'}"
     about = {"data": images.source, "images": f"latents of {len(images):,} images", "options": mirrored}
-    latents.in_use = mark_used(folder, about)
-    images.notes.append(f"latents: {describe_size(size_of(folder))} in {folder}")
+    mark_used(folder, about)
+    images.notes.append(f"latents: {describe_size((folder / FILE).stat().st_size)} in {folder}")
     return latents
 
 

@@ -13,6 +13,7 @@ HIDDEN = "<hidden>"  # in place of a secret
 REMOVED = {  # flag -> what instead
     "profile": "use a profiler that starts the script: py-spy record, or nsys profile on a GPU",
     "peak_tflops": "multiply perf/images_per_second by the FLOPs per image that --dry_run prints",
+    **dict.fromkeys(("cache", "prune_cache"), "use du and rm -r in the folder of the packed images: docs/data.md"),
 }
 
 

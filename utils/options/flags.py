@@ -759,10 +759,6 @@ class DiagnosedOptions(Options):
         None, "exit status 1 for findings of this severity or above (warning; with --watch, it is the status of the script)"
     )
     no_report: bool = flag(False, "do not write report.html and diagnosis.json")
-    cache: bool = flag(False, "list the packed images: data, options, size and last use")
-    prune_cache: float | None = flag(
-        None, "remove the packed images that were not used for this many days", metavar="DAYS", at_least=0
-    )
     report_dir: Path | None = flag(None, "for a dataset or a pipeline: folder for report.html and its pictures")
     seed: int = flag(0)
     watch: str | None = flag(
@@ -777,7 +773,7 @@ class DiagnoseOptions(DiagnosedOptions, DataOptions):
 
     basics: ClassVar[tuple[str, ...]] = (
         *("run", "pipeline", "dataset_name", "train_data_dir", "resolution", "image_channels", "compare"),
-        *("all", "json", "fail_on", "report_dir", "watch", "watch_dir", "watch_updates", "cache"),
+        *("all", "json", "fail_on", "report_dir", "watch", "watch_dir", "watch_updates"),
     )
 
     needs: ClassVar[dict[str, tuple[str, ...]]] = {"watch_dir watch_updates": ("watch",), "probe_images": ("pipeline",)}
@@ -792,8 +788,6 @@ class DiagnoseOptions(DiagnosedOptions, DataOptions):
         elif self.compare:
             wrong |= len(self.compare) != 2
             problem = f"--compare needs two runs, and does not go {others}"
-        elif self.cache or self.prune_cache is not None:
-            problem = f"--cache and --prune_cache do not go {others}; --cache_dir sets where the packed images are"
         else:
             wrong = named not in ([True, False, False], [False, True, True], [False, False, True])
             problem = "these flags do not say what to diagnose\ngive the folder of a run, "
