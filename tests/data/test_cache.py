@@ -263,8 +263,9 @@ def test_a_killed_packer_leaves_no_process_no_lock_and_nothing_that_is_taken_for
     # Its processes hold the other end of the pipe, so `run` has returned after the last of them, and their lock is free.
     assert killed.returncode == -signal.SIGKILL and killed.stdout.split()
     FileLock(folder.with_name("abc.lock")).acquire(timeout=0).lock.release()
-    assert not folder.exists() and folder.with_name("abc.tmp").exists()
+    assert [path.name for path in folder.iterdir()] == [".images.bin.tmp"]
     assert pack_once(folder, 40, reader(images), PREPARE).fetch(np.arange(40), None).shape == (40, 3, 4, 4)
+    assert [path.name for path in folder.iterdir()] == ["images.bin"]
     assert sorted(path.name for path in folder.parent.iterdir()) in (["abc"], ["abc", "abc.lock"])
 
 

@@ -154,8 +154,7 @@ class Killer:
     def unpack(self) -> None:
         """Removes the packed images, but not what a killed start has left of them."""
         for pixels in list(Path(self.flags[self.flags.index("--cache_dir") + 1]).rglob("images.bin")):
-            if pixels.parent.suffix != ".tmp":
-                shutil.rmtree(pixels.parent)
+            pixels.unlink()
 
 
 # ---- what takes long, and kills nobody: what went wrong in such a run, or in the one that resumed it

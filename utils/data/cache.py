@@ -3,9 +3,9 @@
     <folder>/images.bin    values of the images, one after the other, each [channels, height, width]; the first value of each,
                            int64 [images]; heights and widths, int32 [images, 2]; a description in JSON; its length in 8 bytes
 
-The folder appears under its name complete or not at all (written aside, then renamed), and one whose file does not have the
-size that it states is made again. A file lock, which the system frees when its holder dies, lets one process pack while the
-others wait. While packing, memory holds a few MB per core, and 8 bytes of each image.
+The file is whole or absent, and one that does not have the size that it states is made again. A file lock, which the system
+frees when its holder dies, lets one process pack while the others wait. While packing, memory holds a few MB per core, and 8
+bytes of each image.
 
 For people, about.json beside the file says what was packed. The time of the folder is that of the last use.
 """
@@ -33,7 +33,7 @@ import numpy as np
 from filelock import FileLock
 
 from utils.core.errors import UserError, explained
-from utils.core.files import write_json
+from utils.core.files import whole_file, write_json
 from utils.core.launcher import end_with_parent
 from utils.core.limits import usable_cores
 from utils.core.signals import signals_held
@@ -226,15 +226,7 @@ def pack_once(
         with FileLock(f"{folder}.lock"):
             with contextlib.suppress(*DAMAGED):
                 return PackedImages(folder, prepare.size, max_bad_images)  # another process made it while this one waited
-            unfinished = folder.with_name(f"{folder.name}.tmp")  # ours alone under the lock; a killed packer may have left it
-            for leftover in (unfinished, folder):
-                shutil.rmtree(leftover, ignore_errors=True)
-            try:
-                unfinished.mkdir()
-                _write(unfinished, count, read_files, prepare, progress, max_bad_images)
-                os.rename(unfinished, folder)
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
+            _write(folder, count, read_files, prepare, progress, max_bad_images)
             return PackedImages(folder, prepare.size, max_bad_images)
 
 
@@ -257,12 +249,11 @@ def free_for(folder: Path, needed: int) -> None:
 def _write(
     folder: Path, count: int, read_files: ReadFiles, prepare: ImagePreparation, progress: Progress | None, max_bad_images: int
 ) -> None:
-    free_for(folder, count * prepare.blank().nbytes)
+    free_for(folder.parent, count * prepare.blank().nbytes)
+    folder.mkdir(exist_ok=True)
     chunks, tell = _prepared_in_order(count, read_files, prepare), progress or (lambda done, count: None)
-    with open(folder / PACKED, "wb") as file:
+    with whole_file(folder / PACKED, durable=True) as draft, open(draft, "wb") as file:
         write_packed(file, prepare, chunks, BadImages(max_bad_images), lambda done: tell(done, count))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _prepared_in_order(count: int, read_files: ReadFiles, prepare: ImagePreparation) -> Iterator[Prepared]:
