@@ -1,10 +1,13 @@
 """What the network is told of the noise level of each sample."""
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
 from steady_doctor.identify.mixed import LINEAR, Given, Mixture, beside, numel
 from steady_doctor.record.ops import PARAMETERS, Op
+from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
 
 FEWEST = 4  # samples whose levels tell that they are exchanged
@@ -27,7 +30,7 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
         rounded[each.value] = any(op.dtype in (torch.float16, torch.bfloat16) for op in narrow)
         found.append((each.value, tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)))
     if not found:
-        mixture.told_within = _may_be_told(tape, mixture, given)
+        mixture.told_within = _may_be_told(tape, mixture, given) or _is_told_by_value(tape, mixture, given)
         return
     # A network that is told two times, as those that go from one to the other, is told the level by one of them.
     follow = ((value, told) for value, told in found if told and _follows(told[0], mixture, value in of_each))
@@ -57,18 +60,27 @@ def _parts(given: Given, noise: int) -> list[Given]:
 
 
 def _may_be_told(tape: Tape, mixture: Mixture, given: list[Given]) -> bool:
-    """Whether a level goes into a value of the network beside the mixture, or numbers of each sample come from elsewhere: how
-    they belong to levels that are no operation's is not known."""
+    """Whether a level goes into a value of the network beside the mixture, or numbers of each sample come from elsewhere."""
     noised = [op for op in tape.upstream(mixture.input) if op.content & mixture.noise.content]
     mixed = [each.value for each in given if each.value.content & mixture.noise.content and each.value not in noised]
     within = {op for value in mixed for op in tape.upstream(value, noised)}
     sources = {op for each in beside(mixture, given) for op in tape.sources(each.value.made_of)}
-    by_numbers = bool(mixture.levels) and all(source.kind == "outside" for source in mixture.levels)
-    by_broken = by_numbers and all(source.floating for source in mixture.levels)  # whole ones from elsewhere may be labels
-    known = [op for op in sources if op.kind == "outside" and (op.floating or by_broken)]
-    known += [op for op in sources if op.kind == "drawn" and by_numbers]
+    by_numpy = bool(mixture.levels) and all(source.kind == "outside" and source.floating for source in mixture.levels)
+    known = [op for op in sources if op.kind == "outside" and (op.floating or by_numpy)]
     elsewhere = [op for op in known if numel(op) == mixture.size > 1]
     return bool(elsewhere) or not within.isdisjoint(mixture.levels)
+
+
+def _is_told_by_value(tape: Tape, mixture: Mixture, given: list[Given]) -> bool:
+    """Whether the network gets a number of each sample in the order of the levels, which are no operation's: it may be what
+    these were looked up by."""
+    if mixture.a is None or not mixture.levels or any(source.kind != "outside" for source in mixture.levels):
+        return False
+    ways = ([op for op in tape.upstream(each.value) if numel(op) == mixture.size > 1] for each in beside(mixture, given))
+    with suppress(NotRecorded):
+        values = [tape.value(way[-1]).double().flatten() for way in ways if way]
+        return any(bool(value.diff().any()) and _follows(value, mixture, of_each=True) for value in values)
+    return False
 
 
 def _follows(told: Tensor, mixture: Mixture, of_each: bool) -> bool:

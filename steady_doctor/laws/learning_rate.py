@@ -139,10 +139,9 @@ def warm_up(seen: Seen) -> Iterator[Found]:
 
 
 def alone(seen: Seen) -> Iterator[Found]:
-    """Groups that the script itself moves move together, but for those that it freezes; a schedule of torch's knows all."""
+    """Groups that the script itself moves move together; one that it freezes does not move. A schedule of torch's knows all."""
     groups = [] if any(schedule.steps for schedule in seen.history.schedules) else _groups(seen)
-    groups = [rates for rates in groups if min(rates.values) > 0]
-    moving = [rates.moves for rates in groups]
+    moving = [len({*rates.values} - {0.0}) > 1 for rates in groups]
     if seen.updates >= ENOUGH and any(moving) and not all(moving):
         yield Found("rate-one-group", seen.updates, {"moving": sum(moving), "groups": len(moving)})
 

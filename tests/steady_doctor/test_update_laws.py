@@ -322,6 +322,11 @@ def test_what_is_wrong_is_found(code):
     assert code in codes(**FOUND[code] if code in FOUND else LATER[code] | {"updates": 22} | LATER[code])
 
 
+def test_one_group_that_is_brought_to_0_by_hand():
+    falls = {"begin": lambda now: now.optimizer.param_groups[0].update(lr=1e-3 * (1 - now.step / 21))}
+    assert "rate-one-group" in codes(optimizer=two_groups, updates=22, **falls)
+
+
 def test_an_average_of_layers_that_begin_alike_has_all_of_them():
     class Alike(Network):
         def __init__(self):
