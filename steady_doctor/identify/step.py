@@ -72,7 +72,7 @@ class Asked:
     even: float | None = None  # the smallest slope within a sample, over the largest
     masked: bool = False  # of a sample that counts, some numbers do not
     chosen: bool = False  # those that do not count are multiplied by a 0 that the script has for each sample
-    each: int = 1  # numbers of one sample of the output that count
+    each: int = 1  # numbers of one sample of the output
     skips: bool = False  # an image is added to the output before it is compared
     by_image: bool = False  # the image itself decides which of its errors count
     by_others: bool = False  # the level of another sample decides how much an error counts, or a draw of its own
@@ -222,7 +222,7 @@ def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
     if target.slope is not None and not target.by_variance and target.slope.shape[0] == mixture.size:
         slope = target.slope.abs().flatten(1)
         slope = slope.cpu()
-        asked.slope, asked.each = slope.amax(1), max(1, int((slope != 0).sum(1).amax()))
+        asked.slope, asked.each = slope.amax(1), slope.shape[1]
         asked.even = float((slope.amin(1) / asked.slope.clamp(min=1e-30)).min())
         asked.by_others = by_others(tape, root, mixture, target)
         asked.masked = bool(((slope.amin(1) == 0) & (asked.slope > 0)).any())

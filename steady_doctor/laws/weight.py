@@ -166,8 +166,9 @@ def summed(seen: Seen) -> Iterator[Found]:
     for update, one in seen.mixed():
         if one.target is None or one.target.slope is None or one.target.kind != "squared" or one.mixture.size < 3:
             continue
-        each = one.target.each
-        for over, expected in (("everything", 2.0), ("the batch", 2.0 / each)):
+        # As many samples as channels, say: which of them is summed cannot be told; nor by how many numbers a mask divides.
+        is_clear = not one.target.masked and one.mixture.size not in one.mixture.input.shape[1:]
+        for over, expected in (("everything", 2.0), ("the batch", 2.0 / one.target.each))[: 1 + is_clear]:
             if bool((one.target.slope / expected - 1).abs().max() < 1e-2):
                 yield Found("weight-summed", update, {"over": over})
 
