@@ -24,8 +24,7 @@ def noise_sources(tape: Tape, given: list[Given], part: float = PART) -> int:
     least = max(each_has.values(), default=0) / part
     of_samples = {source for source in may_be if each_has[source] >= least and numel(source) > LEAST}
     drawn = {source for source in of_samples if source.kind == "drawn"}  # normal numbers beside it are data
-    normal = {source for source in drawn if source.name in NORMAL}  # even ones beside it fill the steps of whole numbers
-    bits = sum(1 << source.index for source in normal or drawn or of_samples)
+    bits = sum(1 << source.index for source in drawn or of_samples)
     told = 0
     for each in given:
         if not each.value.content & bits:
@@ -35,7 +34,6 @@ def noise_sources(tape: Tape, given: list[Given], part: float = PART) -> int:
         for source in sources
         if source.kind == "drawn"
         and source.floating
-        and source not in of_samples
         and numel(source) > size
         and not 1 << source.index & (bits | told)
         and any(broadcasts((*source.shape, 1, 1, 1)[: len(noise.shape)], noise.shape) for noise in of_samples)

@@ -260,14 +260,17 @@ def _where_least(tape: Tape, root: Op, output: Op, wanted: Tensor, here: Tensor)
     return None if 2 * int(off.sum()) > len(off) else torch.where(off.reshape(-1, *[1] * (wanted.ndim - 1)), torch.nan, wanted)
 
 
-def _comparisons(tape: Tape, root: Op, output: Op) -> Iterator[tuple[Op, Op]]:
-    """What was made of the output, and what is taken off it; the last one on the way to the loss first."""
+def _comparisons(tape: Tape, root: Op, output: Op) -> list[tuple[Op, Op]]:
+    """What was made of the output, and what is taken off it: what has most numbers first, then the last on the way to the loss.
+    A part may be asked for, such as the last step of a walk, and not just a number of each sample."""
+    found = []
     for op in reversed(tape.upstream(root, [output])):
         pair = [last for _, last in op.reads][:2]
         if op.name in COMPARES and len(pair) > 1 and pair[0].trained != pair[1].trained and pair[0].shape == pair[1].shape:
             ours, other = sorted(pair, key=lambda last: not last.trained)
-            if torch.Size(ours.shape).numel() > output.shape[0]:  # a part may be asked for, such as the last step of a walk
-                yield ours, other
+            if numel(ours) > output.shape[0]:
+                found.append((ours, other))
+    return sorted(found, key=lambda one: -numel(one[0]))
 
 
 def _skips(tape: Tape, root: Op, output: Op, mixture: Mixture) -> bool:

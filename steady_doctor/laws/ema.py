@@ -108,14 +108,14 @@ def part(seen: Seen) -> Iterator[Found]:
 
 def never(seen: Seen) -> Iterator[Found]:
     """A copy of the network that was made before training, that no loss depends on, and that is what it was to the end. Not of
-    a second training, which may begin as the average of the first; and where most of a network rests, it is what the trained
-    layers were copied from."""
+    a second training, which may begin as the average of the first; and within a network of which most rests, it is what the
+    trained layers were copied from."""
     found = seen.copies
-    if any(one.frozen > one.trained for step in seen.steps for one in step.network.called):
-        return
     if found is None or not seen.ended or seen.updates < PATIENCE or any(_each(seen)) or seen.is_later:
         return
     free = [copy for copy in found.all if copy.alive and not copy.in_loss and copy.parameter in found.changed]
+    bases = {key for step in seen.steps for one in step.network.called if one.frozen > one.trained for key in one.rests}
+    free = [copy for copy in free if copy.key not in bases]
     covered = found.of(free)
     is_whole = len(covered) >= ALMOST_ALL * len(found.changed & found.eligible)
     if free and is_whole and not any(copy.moved or copy.moved_late for copy in free):

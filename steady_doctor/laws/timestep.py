@@ -67,7 +67,12 @@ def _follows(told: Tensor, ratios: Tensor, rounded: bool) -> bool:
     range_ = float(told.max() - told.min())
     if range_ <= 0 or not bool(torch.isfinite(told).all()):
         return False
-    steps = told.diff()[ratios.diff() > MOVED * (1 + ratios[1:].abs())]
+    kept, last = [0], float(ratios[0])
+    for place, ratio in enumerate(ratios.tolist()):
+        if ratio - last > MOVED * (1 + abs(ratio)):
+            kept.append(place)
+            last = ratio
+    steps = told[kept].diff()
     up, down = bool((steps >= -SAME * range_).all()), bool((steps <= SAME * range_).all())
     return (up or down) and (rounded or not bool((steps.abs() <= SAME * range_).any()))
 

@@ -28,6 +28,7 @@ class Copy:
     device: torch.device
     layout: tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, stride
     start: Tensor
+    key: int  # of its place
     moved: bool = False
     moved_late: bool = False  # seen between two recorded updates, too
     in_losses: int = 0  # recorded updates whose losses depend on it
@@ -89,7 +90,8 @@ class Copies:
         if equal:  # layers may begin alike: then each has a copy
             times = [copy.parameter for copy in self.all]
             k = min(equal, key=times.count)
-            self.all.append(Copy(k, StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.device, layout, values))
+            place = StorageWeakRef(tensor.untyped_storage())
+            self.all.append(Copy(k, place, tensor.dtype, tensor.device, layout, values, key_of(tensor)))
         return bool(equal)
 
     def _note_norms(self, norms: list[_NormBase], own: set[int]) -> None:

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from steady_doctor.record.samples import sample
+from steady_doctor.record.tape import key_of
 
 ALIKE = 0.5  # the least cosine of a weight and its average
 FEWEST = 256  # numbers of a weight, for its distribution to be told
@@ -25,6 +26,7 @@ class Network:
     name: str  # of its class
     trained: int = 0  # numbers
     frozen: int = 0
+    rests: set[int] = field(default_factory=set)  # the places of these
     drops: list[bool] = field(default_factory=list)  # of each layer that leaves something out by chance: its mode is training
     batch_norms: list[bool] = field(default_factory=list)  # of each: its mode is training
     training: bool = True  # its own mode
@@ -63,6 +65,7 @@ class Modules:
             for of_which, parameter in each.named_parameters(recurse=False):
                 if not parameter.requires_grad:
                     network.frozen += parameter.numel()
+                    network.rests.add(key_of(parameter))
                     if (
                         parameter.ndim > 1
                         and _as_made(parameter)

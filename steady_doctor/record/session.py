@@ -72,6 +72,7 @@ class Session:
         self._judge, self._stopped = judge, stopped
         self._due = FIRST
         self._computing: list[Tensor] | None = None  # what the network has instead of the optimizer's parameters
+        self._asked = False  # whether any of these asked for a gradient in a backward pass
         self._process = os.getpid()
         self._recorded: Recorded | None = None
         self._seeing = ExitStack()  # hooks of a recorded update
@@ -200,10 +201,12 @@ class Session:
         return 2 * sum(id(one) in given for one in own) > len(own)
 
     def _all_rest(self) -> bool:
-        """Whether no weight that is watched asks for a gradient now."""
+        """Whether weights that are watched have asked for gradients before, and none of them does now."""
         if not isinstance(self.trainings.main, Optimizer):
             return False
-        return not any(one.requires_grad for one in self._computing or parameters_of(self.trainings.main))
+        asks = any(one.requires_grad for one in self._computing or parameters_of(self.trainings.main))
+        self._asked |= asks
+        return self._asked and not asks
 
     def _before_backward(self, roots: list[Tensor], weights: list[Tensor] | None = None) -> None:
         if self.trainings.before_backward(roots, weights):
@@ -259,7 +262,7 @@ class Session:
         self.calls.hooks.close()
         self.calls = self._new_calls()
         self.begun += 1
-        self._due, self._computing = FIRST, None
+        self._due, self._computing, self._asked = FIRST, None, False
 
     def _after_load(self, iterator: Any, batch: Any, handling: Any) -> None:
         number = self.loads.count

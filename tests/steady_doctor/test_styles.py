@@ -129,17 +129,6 @@ def of_the_last_row(network):
     return loss_of
 
 
-def of_steps_that_are_filled(network):
-    """Theis et al. 2016: even draws fill the steps between the whole numbers of images. The noise is drawn before them."""
-
-    def loss_of(x0):
-        noise, (t, a, b) = torch.randn_like(x0), level(len(x0))
-        filled = (((x0 + 1) * 3.5).round() + torch.rand_like(x0)) / 4 - 1
-        return mse_loss(network(a * filled + b * noise, t), noise)
-
-    return loss_of
-
-
 def of_some_numbers(network):
     """Errors of a part of each sample, and of some sample nothing."""
 
@@ -191,7 +180,6 @@ class OfTwo(Network):
         (of_clamped_levels, Network, "variance-preserving path, epsilon"),
         (over_its_spread, Network, "epsilon"),
         (of_the_last_row, Network, "scaled for sigma_data 0.5, EDM's target"),
-        (of_steps_that_are_filled, Network, "variance-preserving path, epsilon"),
         (of_some_numbers, Network, "variance-preserving path, epsilon"),
         (vp, OfTwo, "variance-preserving path, epsilon"),
     ],
@@ -409,15 +397,18 @@ def test_a_loss_scale_that_is_as_large_as_a_sum(scale, codes):
     assert [one.code for one in doctor.findings()] == codes
 
 
-def test_what_the_layers_of_an_adapter_were_copied_from():
+@pytest.mark.parametrize("is_average", [False, True])
+def test_what_the_layers_of_an_adapter_were_copied_from(is_average):
+    """Beside it, an average of these layers that is never updated is named."""
     network, doctor = Adapted(), Doctor()
+    average = copy.deepcopy(network.trained).requires_grad_(False) if is_average else None
     loss_of, optimizer = vp(network), torch.optim.Adam(network.trained.parameters(), 1e-3)
     with doctor.install():
         for _ in range(24):
             optimizer.zero_grad()
             loss_of(pictures(B)).backward()
             optimizer.step()
-    assert [one.code for one in doctor.findings(ended=True)] == []
+    assert [one.code for one in doctor.findings(ended=True)] == ["ema-never-updated"] * (average is not None)
 
 
 def test_a_generator_gets_noise_alone():
@@ -482,3 +473,22 @@ def likelihood(network, x0):
 def test_noise_of_one_strength_that_the_network_is_not_told_is_no_diffusion(loss):
     network = nn.Sequential(nn.Conv2d(C, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, C, 3, padding=1))
     assert train(network, lambda x0: loss(network, x0), updates=24)[0] == []
+
+
+def test_dense_levels_that_are_told_in_another_order():
+    network = nn.ModuleDict({"time": nn.Linear(1, 16), "first": nn.Linear(2, 16), "last": nn.Linear(16, 2)})
+
+    def loss_of(x0):
+        t, noise = torch.rand(len(x0), 1) * 0.4 + 0.3, torch.randn_like(x0)
+        told = t[torch.randperm(len(t))]
+        hidden = torch.relu(network["first"]((1 - t) * x0 + t * noise) + network["time"](told))
+        return mse_loss(network["last"](hidden), noise - x0)
+
+    points = torch.randn(8192, 2, generator=torch.Generator().manual_seed(1))
+    doctor, optimizer = Doctor(), torch.optim.Adam(network.parameters(), 1e-3)
+    with doctor.install():
+        for _ in range(14):
+            optimizer.zero_grad()
+            loss_of(points[torch.randint(0, 8192, (2048,))]).backward()
+            optimizer.step()
+    assert "timestep-other" in [one.code for one in doctor.findings()]
