@@ -1,7 +1,6 @@
 """What the network is trained to give: from the loss as a function of the output, as the tape repeats it."""
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
