@@ -88,7 +88,8 @@ def nothing(seen: Seen) -> Iterator[Found]:
     """From some update on, a rate of zero or next to it."""
     if seen.updates < 2 * ENOUGH or not (groups := _groups(seen)):
         return
-    highest = max(rates.highest for rates in groups)
+    if (highest := max(rates.highest for rates in groups)) < 0:
+        return
     last = [rates.values[-max(2, int(AT_END * len(rates.values))) :] for rates in groups]
     gone = [max(values) <= NOTHING * highest for values in last]
     if all(gone):

@@ -47,7 +47,7 @@ def again(seen: Seen) -> Iterator[Found]:
     twice = history.without_pass
     if len(twice) > 1 and len(twice) >= OFTEN * seen.updates and len(twice) < MOSTLY * seen.updates:
         yield Found("optimizer-stepped-again", twice[0], {"count": len(twice), "updates": seen.updates})
-    if len(history.remade) > 1:  # once may be the beginning of another part of the training
+    if len(history.remade) > 1 and len(history.remade) >= history.epochs - 1:  # else another part of the training begins
         yield Found("optimizer-made-anew", history.remade[0], {"count": len(history.remade)})
     if history.lost:
         yield Found("optimizer-state-lost", history.lost[0], {"count": len(history.lost)})

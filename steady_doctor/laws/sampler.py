@@ -25,7 +25,8 @@ FEW, MANY = 1 / 3, 3  # times the step that the levels ask for
 TOO_MUCH = 1.75  # times the loss of noise that they ask for: twice, where fresh noise is left out
 MOST = 0.75  # of the steps
 MOST_OF_IT = 0.3  # of the image's share
-CLOSE = 0.3  # of the changes of both shares, by which a sampler that is right differs from what the levels ask for
+CLOSE = 0.3  # of the change of a share, by which a sampler that is right differs from what the levels ask for
+FAINT = 0.1  # of the changes of both shares
 
 
 def read(seen: Seen) -> Iterator[Found]:
@@ -40,7 +41,9 @@ def read(seen: Seen) -> Iterator[Found]:
     steps = Steps(np.array(now), np.array(then), np.array(made), np.array([one.fresh for one in ones]))
     gains = steps.then[:, 0] - steps.now[:, 0]
     gains = gains[np.abs(gains) > LEAST]
+    images = [one.mixture.clean.head for _, one in seen.mixed() if one.mixture.clean is not None]  # latents may look like noise
     from_noise = all(is_standard_normal(one.start, ENOUGH) for one in sampled)  # else images are encoded, or changed
+    from_noise = from_noise and not all(is_standard_normal(one, ENOUGH) for one in images)
     if len(gains) >= STEPS and gains.max() < 0 and -gains.sum() > MOST_OF_IT and from_noise:
         yield Found("export-sampled-backwards", update, {"steps": len(gains), "fall": -float(gains.sum())})
     elif (found := _off(steps)) is not None:
@@ -103,14 +106,16 @@ def _read_as(steps: Steps) -> str:
     a, b, p, q = steps.now[solid].T
     got, answer = np.linalg.solve(both[solid], steps.made[solid][..., None])[..., 0].T
     usual = {"an image": (1, 0), "noise": (0, 1), "v": (-b, a), "a velocity": (-1, 1), "a score": (0, -1 / np.maximum(b, SAME))}
-    asked, then = np.abs(steps.then[solid, :2] - steps.now[solid, :2]).sum(), steps.then[solid]
+    usual["what it is"] = p, q
+    then, changes = steps.then[solid], np.abs(steps.then[solid, :2] - steps.now[solid, :2]).sum(0)
+    asked = np.maximum(changes, FAINT * changes.sum())  # one of the shares may stay
     least = np.where(steps.fresh[solid], 0.0, then[:, 1])  # of noise, the rest of which is fresh
     best, closest = "", CLOSE
     for sign, word in ((1, ""), (-1, " with the other sign")):
-        for name, (of_image, of_noise) in {**usual, "the answer": (p, q)}.items():
+        for name, (of_image, of_noise) in usual.items():
             image, rest = got * a + sign * answer * of_image, got * b + sign * answer * of_noise
-            off = (np.abs(image - then[:, 0]) + np.abs(rest - np.clip(rest, least, then[:, 1]))).sum() / asked
-            best, closest = (name + word, off) if off < closest else (best, closest)
+            off = max(np.stack([np.abs(image - then[:, 0]), np.abs(rest - np.clip(rest, least, then[:, 1]))]).sum(1) / asked)
+            best, closest = (name + word, off) if off < closest - SAME else (best, closest)
     return best
 
 

@@ -424,6 +424,20 @@ def test_a_sampler_is_that_of_the_loss(name):
     assert found == codes
 
 
+def test_latents_that_look_like_noise_are_encoded():
+    network, update = Network(), iter(range(999))
+    latents = torch.randn(64, C, SIDE, SIDE, generator=torch.Generator().manual_seed(3))
+
+    @torch.no_grad()
+    def encode():
+        x, times = latents[:16], torch.linspace(0.0, 1.0, STEPS).tolist()
+        for now, then in pairwise(times):
+            x = x + (then - now) * network(x, torch.full((len(x),), 1000 * now))
+
+    sample = lambda: next(update) == 39 and encode()  # noqa: E731
+    assert train(network, flow(network), updates=40, data=latents, after=sample)[0] == []
+
+
 @pytest.mark.parametrize("layer", [torch.nn.Dropout(0.1), torch.nn.BatchNorm2d(16)])
 @pytest.mark.parametrize("mode", [True, False])
 def test_samples_are_made_in_evaluation_mode(layer, mode):
