@@ -55,6 +55,7 @@ class Mixed:
     told_otherwise: bool = False  # a layer gets rows made of nothing, or of a draw that decides nothing of the mixture
     behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
     changed_by: tuple[str, ...] = ()  # operations other than a change of shape or scale, between the mixture and the network
+    is_difference: bool = False  # the clean image is made of several of its size, so that its own strength is not known
 
 
 @dataclass
@@ -195,6 +196,7 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
         mixture.told_otherwise,
         mixture.behind_frozen,
         _changed_by(tape, mixture),
+        sum(one.kind != "drawn" and numel(one) >= mixture.value.numel() for one in tape.sources(mixture.image)) > 1,
     )
 
 

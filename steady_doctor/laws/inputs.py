@@ -127,6 +127,12 @@ def no_noise(seen: Seen) -> Iterator[Found]:
                 yield Found("input-no-noise", update, {"row": int(row)})
 
 
+def signs(seen: Seen) -> Iterator[Found]:
+    found = levels(seen)
+    if found is not None and (float(found.a.min()) < -1e-4 or float(found.b.min()) < -1e-4):
+        yield Found("input-negative", seen.mixed()[0][0], {"a": float(found.a.min()), "b": float(found.b.min())})
+
+
 def changed(seen: Seen) -> Iterator[Found]:
     """The mixture is clamped, or rounded, on its way to the network."""
     for update, one in seen.mixed():
@@ -204,4 +210,4 @@ def spread(seen: Seen) -> Iterator[Found]:
             yield Found("input-spread", update)
 
 
-LAWS = (spread, clean, of_scheduler, path, sub_vp, unscaled, no_noise, nothing, changed, schedule, square_roots)
+LAWS = (spread, clean, of_scheduler, path, sub_vp, unscaled, no_noise, nothing, signs, changed, schedule, square_roots)

@@ -8,7 +8,7 @@ import torch
 from steady_doctor.found import Found
 from steady_doctor.identify.noise import NORMAL
 from steady_doctor.identify.step import Mixed
-from steady_doctor.laws.paths import levels
+from steady_doctor.laws.paths import CLOSE, factors, levels
 from steady_doctor.seen import Seen
 
 ERRORS = 7.0  # standard errors, beyond which chance does not explain a figure
@@ -116,6 +116,19 @@ def unit(seen: Seen) -> Iterator[Found]:
             yield Found("noise-strength", update, {"std": noise.std})
 
 
+def share(seen: Seen) -> Iterator[Found]:
+    """The formula has the noise weaker, or stronger, than the variance of the path has it."""
+    found = levels(seen)
+    if found is None or found.kind or (both := factors(found.a, found.b)) is None:
+        return
+    if any(one.mixture.is_difference for _, one in seen.mixed()):
+        return
+    of_image, of_noise = both
+    # A factor of the image alone is a published choice, and one of both is no other path.
+    if abs(of_noise - 1) > CLOSE and abs(of_noise / of_image - 1) > CLOSE:
+        yield Found("noise-share", seen.mixed()[0][0], {"factor": of_noise})
+
+
 def offset(seen: Seen) -> Iterator[Found]:
     """A mean of its own in each sample, beyond what is known to help."""
     for update, one in seen.mixed():
@@ -134,4 +147,4 @@ def spread(seen: Seen) -> Iterator[Found]:
             yield Found("noise-spread", update)
 
 
-LAWS = (spread, shared, again, normal, unit, offset)
+LAWS = (spread, shared, again, normal, unit, share, offset)

@@ -453,3 +453,18 @@ def test_a_batch_of_two_parts_of_which_one_was_noised_as_a_whole_batch_and_cut()
         return (network(x, 1000 * t) - velocity).square().mean()
 
     is_healthy(network, loss_of, "straight path from images to noise")
+
+
+@pytest.mark.parametrize(
+    ("of_image", "of_noise", "codes"), [(1, 2, ["noise-share"]), (0.5, 1, []), (1, -1, ["input-negative"])]
+)
+def test_factors_of_image_and_noise(of_image, of_noise, codes):
+    """One of the image alone is a published choice (Chen 2023)."""
+    network = Network()
+
+    def loss_of(x0):
+        t, noise = torch.randint(0, T, (len(x0),)), torch.randn_like(x0)
+        a, b = column(ALPHA_BAR[t].sqrt()), column((1 - ALPHA_BAR[t]).sqrt())
+        return mse_loss(network(of_image * a * x0 + of_noise * b * noise, t), noise)
+
+    assert train(network, loss_of)[0][:1] == codes

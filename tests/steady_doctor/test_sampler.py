@@ -424,6 +424,26 @@ def test_a_sampler_is_that_of_the_loss(name):
     assert found == codes
 
 
+@pytest.mark.parametrize(
+    ("loss", "sample", "reads"),
+    [
+        (vp, lambda network: ddim(network, predicts="sample"), "an image"),
+        (vp, lambda network: ddim(lambda *given: -network(*given)), "noise with the other sign"),
+        (flow, lambda network: euler(network, sign=-1), "a velocity with the other sign"),
+    ],
+)
+def test_it_is_said_for_which_answer_a_sampler_would_be_right(loss, sample, reads):
+    network, doctor = Network(), Doctor()
+    with doctor.install():
+        optimizer, loss_of = torch.optim.Adam(network.parameters()), loss(network)
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss_of(pictures(16)).backward()
+            optimizer.step()
+        sample(network)
+    assert [one.figures["reads"] for one in doctor.findings() if one.code == "target-other-sampler"] == [reads]
+
+
 def test_latents_that_look_like_noise_are_encoded():
     network, update = Network(), iter(range(999))
     latents = torch.randn(64, C, SIDE, SIDE, generator=torch.Generator().manual_seed(3))
