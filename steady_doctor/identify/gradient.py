@@ -30,6 +30,7 @@ class Gradient:
     left_over: bool = False  # what the optimizer got has that of the update before in it
     cleared_between: bool = False  # what an earlier pass gave was gone before the last one
     cleared_at_step: bool = False  # nothing that the passes gave was left
+    cleared_parts: tuple[int, ...] = ()  # nothing was left of these, and of others all
     ratio: float | None = None  # what the optimizer got = ratio x what the passes gave
     rest: float | None = None  # the share of it that is no multiple
     uneven: float = 0.0  # the largest such share of one parameter
@@ -187,6 +188,8 @@ def _at_step(recorded: Recorded, given: Tensor, was_given: Tensor, found: Gradie
         parts = found.ratio * gave[clear]
         uneven = (got[clear] - parts).norm(dim=1) / parts.norm(dim=1)
         found.uneven = float(uneven.max()) if found.ratio and len(uneven) else 0.0
+        if found.rest < SAME and is_zero:
+            found.cleared_parts = tuple(torch.nonzero(gone).flatten().tolist())
 
 
 def _holds_what_stood(recorded: Recorded, given: Tensor) -> bool:

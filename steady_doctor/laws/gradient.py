@@ -31,6 +31,8 @@ def cleared(seen: Seen) -> Iterator[Found]:
             yield Found("gradient-cleared-before-step", update.number)
         elif gradient.cleared_between and gradient.passes > 1:
             yield Found("gradient-cleared-between", update.number, {"passes": gradient.passes})
+        if gradient.cleared_parts:
+            yield Found("gradient-partly-cleared", update.number, _of(gradient.cleared_parts, gradient.parameters))
 
 
 def clipped(seen: Seen) -> Iterator[Found]:

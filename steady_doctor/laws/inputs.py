@@ -12,6 +12,7 @@ from steady_doctor.seen import Seen
 
 MOST_SIGNAL = 0.85  # the image's share at the last row of a table; published schedules of 50 steps leave up to 0.78
 NO_SIGNAL = 0.01  # the share below which nothing of the image is left
+TOO_MANY = 0.4  # of a table's rows without any image
 FAR = 1.0  # of -log of the shares, at the last row: the beginning of a straight path is a polynomial, too
 LEFT_OF_ONE = 0.5  # of the image, where the variances of the noise are betas that were not multiplied up
 FEWEST_ROWS, OF_BETAS = 12, 1e-4  # usual betas leave 4e-5 at most, and straight paths 1e-3 at least
@@ -157,6 +158,8 @@ def schedule(seen: Seen) -> Iterator[Found]:
         most = LEFT_OF_ONE if _are_betas(table[0], b * b) else MOST_SIGNAL
         if float(a[last]) > most and not is_exploding:
             yield Found("input-signal-left", update, {"share": float(a[last])})
+        if float((a.abs() < NO_SIGNAL).double().mean()) > TOO_MANY:
+            yield Found("input-all-noise", update, {"share": float((a.abs() < NO_SIGNAL).double().mean())})
 
 
 def square_roots(seen: Seen) -> Iterator[Found]:

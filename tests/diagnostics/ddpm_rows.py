@@ -284,7 +284,14 @@ PLAIN_DDPM = [
     row("optimizer", *adamw("lr=1e-3, betas=(0.0, 0.0)")),
     row("optimizer", *adamw("lr=1e-3, weight_decay=300")),
     row("optimizer|learning_rate", *adamw("lr=1e-3, eps=10"), updates=22),
-    row("optimizer|state", STEP, f"{STEP}if step == 4: {OPTIMIZER}\n", updates=9),
+    row("optimizer|state", STEP, f"{STEP}if step % 3 == 2: {OPTIMIZER}\n", updates=9),
+    row(
+        "optimizer|state",
+        STEP,
+        f"{STEP}if step == 4: {OPTIMIZER}\n",
+        updates=9,
+        missed="another part of the training may begin",
+    ),
     row(
         "optimizer|learning_rate",
         OPTIMIZER,

@@ -115,6 +115,7 @@ FOUND = {  # within 5 updates
     "gradient-left-over": {"optimizer": lambda m: Deaf(m.parameters(), 1e-3)},
     "gradient-cleared-before-step": {"before_step": lambda now: now.optimizer.zero_grad()},
     "gradient-cleared-between": {"begin": lambda now: now.optimizer.zero_grad(), "passes": 2},
+    "gradient-partly-cleared": {"before_step": lambda now: now.model.last.weight.grad.zero_()},
     "gradient-clipped-early": {"backward": clip, "passes": 2},
     "gradient-clipped-late": {"stepped": clip},
     "gradient-clipped-others": {"before_step": lambda now: clip(now, model=now.ema)},
