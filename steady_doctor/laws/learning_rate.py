@@ -92,8 +92,11 @@ def nothing(seen: Seen) -> Iterator[Found]:
         return
     last = [rates.values[-max(2, int(AT_END * len(rates.values))) :] for rates in groups]
     gone = [max(values) <= NOTHING * highest for values in last]
+    never = [rates.highest <= NOTHING * highest for rates in groups]  # one that is frozen later is so on purpose
     if all(gone):
         yield Found("rate-zero", seen.updates, {"rate": last[0][-1], "highest": highest})
+    elif any(never):
+        yield Found("rate-zero-group", seen.updates, {"group": never.index(True), "groups": len(never)})
 
 
 def factor(seen: Seen) -> Iterator[Found]:

@@ -163,6 +163,7 @@ FOUND = {  # within 5 updates
 LATER = {  # within 22
     "rate-compounds": {"begin": rates(lambda step, rate: rate * min((step + 1) / 8, 1))},
     "rate-zero": {"begin": rates(lambda step, rate: rate * min((step + 1) / 20, 1))},
+    "rate-zero-group": {"optimizer": two_groups, "begin": lambda now: now.optimizer.param_groups[0].update(lr=0.0)},
     "rate-factor": {"schedule": lambda o: LambdaLR(o, lambda step: 1e-3 * min(1, (step + 1) / 4))},
     "rate-not-stepped": {"schedule": lambda o: SimpleNamespace(made=CosineAnnealingLR(o, 22), step=lambda: None)},
     "rate-schedule-short": {"schedule": lambda o: CosineAnnealingLR(o, 8)},
