@@ -45,10 +45,12 @@ def by_others(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
         slopes = _slopes(tape, root, mixture, target, instead)
         return None if slopes is None or len(slopes) != mixture.size else slopes.flatten(1).amax(1)
 
-    plain = weights({})
-    if plain is None or not bool(plain.any()):
+    slopes = _slopes(tape, root, mixture, target, {})
+    if slopes is None or len(slopes) != mixture.size or not bool(slopes.any()):
         return False
-    there = plain[plain > 0] if _is_masked(tape, root, mixture, target) else plain  # a mask may leave nothing of a sample
+    counts, plain = slopes.flatten(1) > 0, slopes.flatten(1).amax(1)
+    is_masked = bool((counts.any(1) & ~counts.all(1)).any())
+    there = plain[plain > 0] if is_masked else plain  # a mask may leave nothing of a sample
     if float(there.max()) <= float(there.min()) * (1 + SAME_WEIGHT):
         return False
     own = [source for source in mixture.levels if source.shape[:1] == (mixture.size,)]
@@ -58,13 +60,6 @@ def by_others(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
     if others and (moved := weights(_rolled(tape, others))) is not None and not _are(moved, plain):
         return True
     return mixture.size >= FEWEST and bool(own) and _is_by_another(tape, mixture, own, plain, weights)
-
-
-def _is_masked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
-    """Whether, of some sample, some numbers count and others do not."""
-    slopes = _slopes(tape, root, mixture, target, {})
-    counts = None if slopes is None else slopes.flatten(1) > 0
-    return counts is not None and bool((counts.any(1) & ~counts.all(1)).any())
 
 
 def _is_by_another(tape: Tape, mixture: Mixture, own: list[Op], plain: Tensor, weights: Callable) -> bool:

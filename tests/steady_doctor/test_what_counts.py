@@ -144,3 +144,53 @@ def test_gradients_of_two_losses_of_one_pass_are_not_judged():
             optimizer.step()
 
     assert found_in(run) == []
+
+
+def of_batches(size, loss_of, optimizer_of=torch.optim.Adam, end=lambda network: network, updates=14):
+    """`loss_of`: of the output, the noise and the timesteps."""
+    network, images = Network(), pictures()
+    optimizer = optimizer_of(list(network.parameters()))
+    for _ in range(updates):
+        noisy, noise, t = noised(images[torch.randint(0, 64, (size,))])
+        network.zero_grad()
+        loss_of(end(network)(noisy, t), noise, t).backward()
+        yield network, optimizer
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("size", "codes"), [(6, ["weight-summed"]), (8, [])])
+def test_a_sum_over_as_many_samples_as_rows_is_not_told_from_one_over_these(size, codes):
+    """Images have 8 rows."""
+    assert found_in(lambda: list(of_batches(size, lambda out, noise, t: (out - noise).square().mean((1, 2, 3)).sum()))) == codes
+
+
+def test_copies_that_ask_for_no_gradient_are_trained():
+    """An optimizer of copies, to which the script gives the gradients. The noised images are clamped."""
+
+    def run():
+        def copies(parameters):
+            return torch.optim.Adam([parameter.detach().clone() for parameter in parameters])
+
+        clamped = lambda network: lambda x, t: network(x.clamp(-1, 1), t)  # noqa: E731
+        for network, optimizer in of_batches(6, lambda out, noise, t: mse_loss(out, noise), copies, clamped):
+            for own, copied in zip(network.parameters(), optimizer.param_groups[0]["params"]):
+                own.data.copy_(copied)
+                copied.grad = own.grad.clone()
+
+    assert "input-clamped" in found_in(run)
+
+
+def test_a_bound_beside_a_small_second_term():
+    def loss_of(out, noise, t):
+        return mse_loss(out, noise) + 0.01 * (out.mean((2, 3)) - torch.zeros(6, 3)).square().mean()
+
+    bounded = lambda network: lambda x, t: torch.tanh(network(x, t))  # noqa: E731
+    assert "network-bounded" in found_in(lambda: list(of_batches(6, loss_of, end=bounded)))
+
+
+def test_whether_a_sample_counts_by_the_level_of_another_one():
+    def loss_of(out, noise, t):
+        counts = column((t < 600).float().roll(1))
+        return ((out - noise).square() * counts).mean()
+
+    assert "weight-not-of-level" in found_in(lambda: list(of_batches(24, loss_of)))
